@@ -30,11 +30,7 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
 
 
 def refuse_scalar_head(architectures: object, where: str) -> None:
-    """Stop where a model is loaded to go on with tokens.
-
-    Raises:
-        ModelError: it has another head.
-    """
+    """Stop where a model is loaded to go on with tokens."""
     names = architectures if isinstance(architectures, list) else []
     if any("SequenceClassification" in name or name == "SEQ_CLS" for name in map(str, names)):
         raise ModelError(

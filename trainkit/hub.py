@@ -13,18 +13,7 @@ SECONDS = 3
 def check_hub(
     name: str, kind: type[TrainkitError], where: str, fix: str, copies: Path | None = None
 ) -> None:
-    """Refuse a name that nothing can be fetched for; what was fetched before serves instead.
-
-    Args:
-        name: of a model or data set.
-        kind: of the error.
-        where: the place that has the name.
-        fix: what else to give.
-        copies: a directory with copies of it, besides the hub's own cache.
-
-    Raises:
-        TrainkitError: of ``kind``; there is neither a copy nor a hub.
-    """
+    """Refuse a name that nothing can be fetched for; what was fetched before serves instead."""
     from huggingface_hub import constants
 
     trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _trouble(constants.ENDPOINT)

@@ -41,15 +41,6 @@ def refuse_endless(
 
     Python and peft compare them with every name of the model, where nothing can stop them; here
     another process tries it first.
-
-    Args:
-        config: as adapter_config.json has it.
-        names: of the modules it will be compared with.
-        where: the file, or the section.
-        kind: of the error.
-
-    Raises:
-        TrainkitError: of ``kind``; a pattern does not come to an end, or a size has none.
     """
     known = [*names]
     _refuse_sizes(config, len(known), where, kind)

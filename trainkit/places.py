@@ -39,9 +39,6 @@ def regular(path: Path, kind: type[TrainkitError]) -> Path:
     """``path``, for a reader: a pipe would keep it waiting, a folder or device is no content.
 
     A link is what it leads to. What is not there is for the reader to say.
-
-    Raises:
-        TrainkitError: of ``kind``; it is there and is no regular file.
     """
     try:
         mode = path.stat().st_mode

@@ -23,8 +23,6 @@ class Process:
     """A process, told from a later one with the same number by when it started.
 
     Attributes:
-        host: its machine.
-        pid: its number there.
         start: when it started, in clock ticks since boot; None where that is not known.
     """
 

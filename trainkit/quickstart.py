@@ -131,12 +131,7 @@ CHINESE = Language(
 
 
 class ConversationMaker:
-    """Draws conversations of one split.
-
-    Args:
-        seed: of the generator.
-        held_out: which side of the instance hash this split owns.
-    """
+    """Draws conversations of one split."""
 
     def __init__(self, seed: int, *, held_out: bool) -> None:
         self._random = random.Random(f"quickstart-{seed}-{held_out}")

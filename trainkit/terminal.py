@@ -52,9 +52,5 @@ _NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """The same stream for what must not end with its reader, as a run of many hours.
-
-    Args:
-        stream: of this process; None where it was closed before the start.
-    """
+    """The same stream for what must not end with its reader, as a run of many hours."""
     return cast(TextIO, stream and _LastingStream(stream))

@@ -27,18 +27,7 @@ FIRST_IMPORT = "TRAINKIT_BENCH_FIRST_IMPORT"
 
 @dataclass(frozen=True)
 class Cell:
-    """What one process measures.
-
-    Args:
-        bench: a module with ``measure(cell, device)``.
-        model: a key of `MODELS`.
-        provider: whose code runs.
-        mode: of a bench that has several.
-        warm_up_seconds: before the clock runs; clocks and temperature settle meanwhile.
-        steps: on the clock.
-        settings: the bench's own.
-        shape: measured instead of the model's own.
-    """
+    """What one process measures."""
 
     bench: str
     model: str
@@ -63,10 +52,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Measure cells one after another, each in a process of its own.
 
-    Args:
-        cells: what to measure.
-        environments: what each process has in its environment besides ours.
-        together: start the work of all at once, where nothing is timed.
+    Where nothing is timed, ``together`` starts the work of all at once.
 
     Yields:
         Per cell its model, provider and mode with what ``measure`` returned, or with ``error``, the
@@ -157,11 +143,7 @@ _PACKAGES = (
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """gpu, versions and commit, as every record carries them.
-
-    Args:
-        commit: of the code that ran; read from the package's own checkout when None.
-    """
+    """gpu, versions and commit, as every record carries them."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": dict(_versions()),
@@ -176,13 +158,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 class Records:
-    """Makes flat records of one benchmark, one per metric, and adds them to a file.
-
-    Args:
-        bench: the benchmark.
-        output: a file of JSON lines; None for none.
-        commit: of the code that ran; read from the package's own checkout when None.
-    """
+    """Makes flat records of one benchmark, one per metric, and adds them to a file."""
 
     def __init__(self, bench: str, output: Path | None = None, commit: str | None = None) -> None:
         self._bench, self._output = bench, output

@@ -30,9 +30,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def environment_of(cell: Cell, peer_path: str) -> Mapping[str, str]:
     """What a cell's process needs of its environment: Unsloth comes first, and stays offline.
 
-    Args:
-        cell: of this bench.
-        peer_path: put before PYTHONPATH for Unsloth, which needs packages of its own.
+    ``peer_path`` goes before PYTHONPATH for Unsloth, which needs packages of its own.
     """
     if cell.provider != "unsloth":
         return {}

@@ -14,14 +14,7 @@ from trainkit.estimate.shape import NAMED
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape with the batch it is measured on.
-
-    Args:
-        family: ``model_type``.
-        config: the arguments of its configuration.
-        batch_size: sequences in a step.
-        length: tokens in a sequence.
-    """
+    """A model's shape with the batch it is measured on."""
 
     family: str
     config: dict[str, Any]
@@ -70,12 +63,7 @@ batches."""
 
 @dataclass(frozen=True)
 class Provided:
-    """A model as a provider trains it.
-
-    Args:
-        model: holds the parameters.
-        call: runs its forward pass.
-    """
+    """A model as a provider trains it."""
 
     model: nn.Module
     call: Callable[..., Any]
@@ -102,15 +90,7 @@ def provide(
     packed: bool = False,
     loss_chunk_tokens: int | None = None,
 ) -> Provided:
-    """Build a shape's model as a provider's users have it.
-
-    Args:
-        provider: one of `PROVIDERS`.
-        shape: the model.
-        device: where it runs.
-        packed: the batches will be packed; trainkit only.
-        loss_chunk_tokens: of trainkit's loss; None is its default.
-    """
+    """Build a shape's model as a provider's users have it."""
     if provider not in PROVIDERS:
         raise ValueError(f"unknown provider {provider!r}; known are {', '.join(PROVIDERS)}")
     if provider.startswith("trainkit"):

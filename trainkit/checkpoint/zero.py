@@ -49,14 +49,7 @@ class ZeroReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open all shards and check that they are complete.
-
-        Args:
-            folder: holds the ``*_model_states.pt`` and ``*_optim_states.pt`` files.
-
-        Raises:
-            CheckpointError: a shard is missing, is refused, or does not fit the others.
-        """
+        """Open all shards and check that they are complete."""
         self.folder = Path(folder)
         try:
             self._open()
@@ -260,19 +253,7 @@ def export_zero(
 ) -> int:
     """Write the float32 masters of a ZeRO checkpoint as a plain model, rounded once.
 
-    Args:
-        folder: the shards, as ``find_zero_folder`` found them.
-        checkpoint: holds config.json and the tokenizer.
-        target: must not exist.
-        dtype: of the result; None takes what config.json says, else bfloat16.
-        max_shard_bytes: size of a weights file.
-        with_code: keep code that comes with the model.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        CheckpointError: the shards are incomplete, damaged or hostile; the disk is full.
+    Without ``dtype`` it is what config.json says, else bfloat16.
     """
     config = read_config(checkpoint)
     own = str(config.get("dtype", config.get("torch_dtype")))
@@ -288,16 +269,7 @@ def export_zero(
 
 
 def extract_adapter(folder: Path, checkpoint: Path, target: Path) -> Path:
-    """Write the adapter that a ZeRO checkpoint holds in its shards, as peft would have saved it.
-
-    Args:
-        folder: the shards.
-        checkpoint: holds adapter_config.json.
-        target: an empty directory.
-
-    Raises:
-        CheckpointError: the shards hold no adapter.
-    """
+    """Write the adapter that a ZeRO checkpoint holds in its shards, as peft would have saved it."""
     config = read_adapter_config(checkpoint, with_peft=True)
     with ZeroReader(folder) as reader:
         tensors = {

@@ -145,9 +145,6 @@ def trainkit(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
-    Args:
-        argv: the arguments after ``trainkit``; those of the process by default.
-
     Returns:
         The exit code: 0, 1 for a failed run, 2 for a bad recipe, data or option, 75 for a run
         that a signal stopped, 130 for Ctrl-C.
@@ -286,14 +283,7 @@ _BUG = (
 
 
 def report_failure(error: BaseException) -> int:
-    """Tell the user on stderr what happened.
-
-    Args:
-        error: what ended the command.
-
-    Returns:
-        The exit code.
-    """
+    """Tell the user on stderr what happened."""
     dist_rank = os.environ.get("RANK", "0")
     prefix = "" if dist_rank == "0" else f"rank {dist_rank}: "
     if isinstance(error, StoppedError):

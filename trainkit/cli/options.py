@@ -143,11 +143,7 @@ class RecipeChoice:
         return self.config, words
 
     def required(self) -> tuple[Path, list[str]]:
-        """The recipe and the overrides.
-
-        Raises:
-            RecipeError: no recipe is given.
-        """
+        """The recipe and the overrides."""
         path, words = self.given()
         if path is None:
             raise RecipeError("no recipe is given", where="--config", fix="--config FILE")
@@ -240,11 +236,7 @@ class Output:
     ] = None
 
     def place(self) -> Path:
-        """The one place that was given.
-
-        Raises:
-            RecipeError: there is none, or there are two.
-        """
+        """The one place that was given."""
         given = [place for place in (self.target, self.output) if place is not None]
         if len(given) != 1:
             what = "say where the result goes" if not given else "the result goes to one place"

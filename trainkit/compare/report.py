@@ -80,14 +80,7 @@ def as_page(
     found: Sequence[Verdict],
     pictures: Sequence[tuple[str, str]],
 ) -> str:
-    """A self-contained HTML page.
-
-    Args:
-        runs: in the order given.
-        keys: what they differ in.
-        found: the verdicts.
-        pictures: title and ``<svg>`` element of each curve.
-    """
+    """A self-contained HTML page."""
     names = [run.name for run in runs]
     page = parts()
     shared = [each for each in runs[0].texts if all(each in run.texts for run in runs)]

@@ -57,18 +57,13 @@ class ComparedRun:
     """A run as it is compared.
 
     Attributes:
-        path: its directory.
         values: the recipe's resolved values by dotted key; empty where they are not recorded.
-        losses: training loss by step.
-        eval_losses: evaluation loss by step.
         tokens_per_second: median of the second half of the steps.
         peak_memory_gib: the highest recorded.
-        steps: how many the run has taken.
         step_seconds: all steps together.
         begun: the clock's figures of its first row, which no other run has; None without any.
         data_digest: what tells one prepared data set from another; None where it is not recorded.
         answers: whether each held-out question was answered right, by question.
-        texts: the answers themselves, by question.
         scores: of benchmarks, by task and metric.
         held_out: what else the objective has measured in its last evaluation, and its interval.
     """
@@ -116,15 +111,7 @@ class ComparedRun:
 
 
 def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
-    """Read a run's records.
-
-    Args:
-        path: the run directory.
-        values: of its resolved recipe, by dotted key.
-
-    Raises:
-        RunDirectoryError: there are no metrics.
-    """
+    """Read a run's records."""
     rows = read_rows(path)
     trained = [row for row in rows if as_float(row.get("loss")) is not None]
 
@@ -175,9 +162,6 @@ def one_of_each(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[st
     """A run and copies of it, continued or not, are one: the one that came furthest.
 
     Two that went on otherwise from one beginning are two.
-
-    Returns:
-        The runs in their order, and a sentence about each that another one stands for.
     """
     further = sorted(range(len(runs)), key=lambda number: -runs[number].steps)
     kept: list[int] = []

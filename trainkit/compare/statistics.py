@@ -133,10 +133,6 @@ def sign_test(better: int, worse: int) -> float:
 
     The exact two-sided binomial test on the questions that only one of the two got right (McNemar).
 
-    Args:
-        better: questions that only the second got right.
-        worse: questions that only the first got right.
-
     Returns:
         The p value; 1 where nothing differs.
     """

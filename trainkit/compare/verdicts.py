@@ -26,8 +26,6 @@ class Verdict:
     """One quantity of two groups.
 
     Attributes:
-        first: the names of the first group's runs.
-        second: those of the second's.
         quantity: ``training loss``, ``evaluation loss``, ``exact answers`` or a benchmark.
         interval: second minus first; a share for answers.
         p_value: of the sign test, for answers and benchmarks of one seed.
@@ -157,14 +155,7 @@ def _over_questions(
     sides: Sequence[Runs],
     values: Sequence[Sequence[float]] | None = None,
 ) -> Verdict:
-    """Of several seeds: the spread of seeds and questions. Of one: the questions that differ.
-
-    Args:
-        quantity: what was asked.
-        found: whether each question was answered right, by side and run.
-        sides: the runs.
-        values: scores by side and run; the shares of right answers otherwise.
-    """
+    """Of several seeds: the spread of seeds and questions. Of one: the questions that differ."""
     if min(map(len, sides)) > 1:
         shared = sorted(set.intersection(*(set(own) for side in found for own in side)))
         rights = [[{each: own[each] for each in shared} for own in side] for side in found]

@@ -60,8 +60,6 @@ class Draft:
     Attributes:
         row, part: which row of the run it came from, and which sample of that row it is.
         conversation: as rendered, with a switch on every turn.
-        masked: its text and spans.
-        trained: turns that are trained.
         counts: things worth telling, by name.
     """
 
@@ -79,11 +77,7 @@ class Draft:
 
 
 class Drafter:
-    """Renders conversations and fits them to ``max_length``.
-
-    Raises:
-        DataError: the template's masks cannot be proved even on a plain conversation.
-    """
+    """Renders conversations and fits them to ``max_length``."""
 
     def __init__(
         self,
@@ -110,11 +104,7 @@ class Drafter:
             ) from error
 
     def draft(self, row: int, part: int, conversation: Conversation) -> Draft:
-        """Render a conversation, every turn of which has its switch, and find the trained turns.
-
-        Raises:
-            RowError: it cannot be rendered or masked.
-        """
+        """Render a conversation, every turn of which has its switch, and find the trained turns."""
         messages = conversation.messages
         masks = self.options.mask != "none"
         others = frozenset(
@@ -170,11 +160,7 @@ class Drafter:
 
     @functools.cached_property
     def eos(self) -> str:
-        """The eos as text.
-
-        Raises:
-            DataError: there is none, or the tokenizer does not read it back as one token.
-        """
+        """The eos as text."""
         eos, index = self.tokenizer.eos_token, self.tokenizer.eos_token_id
         if eos is None or self.template.added.get(str(eos)) != index:
             raise DataError(
@@ -260,11 +246,7 @@ def whole_images(places: Sequence[tuple[int, int]], limit: int) -> int:
 
 
 def entry_of(event: Event, rows: Sequence[RawRow], path: Path, options: DataOptions) -> Entry:
-    """An event of a run of rows as the ledger has it.
-
-    Raises:
-        DataError: a row is too long, and the policy is ``error``.
-    """
+    """An event of a run of rows as the ledger has it."""
     line = rows[event.row].line
     if event.reason == "too_long" and options.truncation == "error":
         raise DataError(
@@ -292,7 +274,6 @@ class BuiltRows:
 
     Attributes:
         samples: those of one row follow one another.
-        events: for the ledger.
         counts: formats (``format:<name>``) and things worth telling, by name.
         ends: end-of-turn tokens that are trained, and how many turns each ends.
         notes: what a person should know about the template.
@@ -320,11 +301,7 @@ class BuiltRows:
 class SampleBuilder:
     """Builds samples for one tokenizer and one set of options.
 
-    Args:
-        tokenizer: a fast one; it needs a chat template only when conversations come.
-        options: how rows become samples.
-        vision: how the model takes images, or why it takes none; None refuses rows with images, as
-            those of a model of text.
+    Without ``vision`` rows with images are refused, as those of a model of text.
     """
 
     def __init__(
@@ -345,11 +322,7 @@ class SampleBuilder:
         self._is_checked = False
 
     def drafter_of(self, conversation: Conversation) -> Drafter:
-        """The chat template at work on a conversation, which may have variables of its own.
-
-        Raises:
-            RowError: with these variables the template's masks cannot be proved.
-        """
+        """The chat template at work on a conversation, which may have variables of its own."""
         if not self._is_checked:
             refuse_unread(self.tokenizer, self.options)
             self._is_checked = True
@@ -366,10 +339,7 @@ class SampleBuilder:
     def build(self, rows: Sequence[RawRow], source: Source, folder: Path = Path()) -> BuiltRows:
         """Turn rows into samples.
 
-        Args:
-            rows: of one file.
-            source: that it belongs to.
-            folder: of the file, where relative paths of images start.
+        Relative paths of images start at ``folder``, that of the file.
 
         Raises:
             DataError: only about the whole run, such as a template without proof.
@@ -466,9 +436,6 @@ class SampleBuilder:
         Returns:
             it, how many control tokens in its texts were broken up, and what was repaired of its
             images.
-
-        Raises:
-            RowError: it breaks a rule of conversations, or nothing of it could be trained.
         """
         mask = self.options.mask
         turns = switched(parsed, mask=mask, roles=source.roles or self.options.roles)
@@ -702,11 +669,7 @@ def split_turns(conversation: Conversation) -> list[tuple[int, Conversation]]:
 
 
 def refuse_unplaced(draft: Draft, *, masks: bool) -> None:
-    """Refuse a row with a turn whose switch cannot act, since its place cannot be told.
-
-    Raises:
-        RowError: naming the turn.
-    """
+    """Refuse a row with a turn whose switch cannot act, since its place cannot be told."""
     placed = {span.turn for span in draft.masked.spans}
     for turn, message in enumerate(draft.conversation.messages):
         is_sought = message.role != "assistant" and message.train is masks

@@ -161,10 +161,6 @@ class ImageCollator:
 
     A batch without images stays as it is.
 
-    Args:
-        collate: makes the batch of text.
-        vision: how the model takes images.
-
     Returns from a call:
         the batch with what the model's image processor makes of all images, end to end in the order
         of the samples; where places of tokens have several axes, ``position_ids`` are (4, B, S).

@@ -30,7 +30,6 @@ class Share:
     Attributes:
         keys: (N,) uint64, one stable number per sample; see :func:`row_keys`.
         name: its own among all sources: see :func:`stream_names`.
-        weight: its share relative to the others, or None.
         epochs: how often each sample is seen in an epoch.
     """
 
@@ -144,18 +143,6 @@ def pack(lengths: np.ndarray, max_length: int, *, seed: int, epoch: int) -> list
     Samples are placed longest first, each into the fullest row that still takes it. Which of two
     samples of one length goes first, and the order of the finished rows, is drawn from
     ``(seed, epoch)``. The number of rows depends on the lengths only.
-
-    Args:
-        lengths: tokens per sample, each at most ``max_length``.
-        max_length: tokens per row.
-        seed: chooses the order.
-        epoch: counted from 0; each epoch packs again.
-
-    Returns:
-        one array of sample indices per row.
-
-    Raises:
-        ValueError: a sample is longer than a row.
     """
     lengths = np.asarray(lengths)
     if len(lengths) == 0:
@@ -203,11 +190,6 @@ class Part:
     """One source's store within the prepared data.
 
     Attributes:
-        source: as it was prepared.
-        store: its samples.
-        files: the files' names, as shown.
-        paths: the files.
-        share: its part in the mixture.
         not_read: files of its directory that hold no rows by their names.
         rows: what became of each file.
         places: (N,) of the samples in the store that are taken; None takes all.
@@ -242,12 +224,7 @@ class Part:
 
 
 class PreparedData:
-    """All samples of a data section.
-
-    Args:
-        parts: one per source, in the order of the recipe.
-        summary: the content of ``data.json``.
-    """
+    """All samples of a data section."""
 
     def __init__(self, parts: Sequence[Part], summary: Mapping[str, Any]) -> None:
         self.parts = tuple(parts)
@@ -337,9 +314,7 @@ class PreparedData:
 class SampleDataset:
     """A map-style dataset of single samples.
 
-    Args:
-        data: the prepared data.
-        seed: of the mixture; None keeps the order of the files.
+    Without a seed samples keep the order of the files.
     """
 
     def __init__(self, data: PreparedData, *, seed: int | None = None) -> None:
@@ -368,10 +343,7 @@ class PackedDataset:
     The rows of an epoch are a pure function of (data, seed, epoch), so a run resumes at any
     position without reading what came before.
 
-    Args:
-        data: the prepared data.
-        max_length: tokens per row.
-        seed: of the mixture and the packing; None takes the samples in the order of the files.
+    Without a seed samples are taken in the order of the files.
     """
 
     def __init__(self, data: PreparedData, max_length: int, *, seed: int | None = 0) -> None:
@@ -405,15 +377,7 @@ class PackedDataset:
 def hold_out(data: PreparedData, amount: int | float) -> tuple[PreparedData, PreparedData]:
     """Divide prepared data into what is trained on and what is held out.
 
-    Args:
-        data: all of it.
-        amount: a share of the conversations below 1, or a number of them.
-
-    Returns:
-        Training and evaluation data over the same stores.
-
-    Raises:
-        DataError: either would be empty.
+    ``amount`` is a share of the conversations below 1, or a number of them.
     """
     rows = [_rows_of(part) for part in data.parts]
     digests = np.array([digest for digests, _ in rows for digest in digests], dtype="S16")

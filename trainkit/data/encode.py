@@ -72,11 +72,7 @@ ONE_WORD = re.compile(r" ?[A-Za-z]+")
 
 
 class Words:
-    """An encoded text, piece by piece; only where a place in a piece is asked for, word by word.
-
-    Attributes:
-        input_ids: (S,) int32.
-    """
+    """An encoded text, piece by piece; only where a place in a piece is asked for, word by word."""
 
     def __init__(self) -> None:
         self.input_ids = np.empty(0, dtype=np.int32)
@@ -255,7 +251,6 @@ class Encoded:
     """One tokenised text.
 
     Attributes:
-        input_ids: (S,) int32.
         ranges: for each span its first token and one past its last. A token that reaches over a
             border is in, as with the generation tags of transformers: else a word would be lost.
         num_straddling: tokens that reach over a span's border.
@@ -308,10 +303,8 @@ class Encoder:
     ) -> list[Encoded]:
         """Tokenise texts and find the tokens inside the spans.
 
-        Args:
-            texts: each tokenised whole.
-            spans: for each text its character ranges, in order, not overlapping.
-            add_special_tokens: for text that no template has rendered.
+        Spans are in order and do not overlap; special tokens are for text that no template has
+        rendered.
         """
         results: list[Encoded | None] = [None] * len(texts)
         if self._ascii is not None and not add_special_tokens:

@@ -129,9 +129,6 @@ def is_switch(name: str) -> bool:
 def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
     """What the switches of a turn or of a part of one say together.
 
-    Returns:
-        Whether it is trained; None where there is no switch.
-
     Raises:
         RowError: a value is neither on nor off, two switches disagree, or a name is not understood.
     """
@@ -153,11 +150,7 @@ def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
 
 
 def parts_switch(parts: Sequence[Any], number: int) -> bool | None:
-    """The switch that all parts of a turn's content share; None where they have none.
-
-    Raises:
-        RowError: one part is trained and another is not.
-    """
+    """The switch that all parts of a turn's content share; None where they have none."""
     said = {
         read_switch(part, f"turn {number}, a part of its content")
         for part in parts
@@ -334,11 +327,7 @@ def _refuse_packed(row: Mapping[str, Any], start: int, end: int, size: int) -> N
 
 
 def teacher_of(row: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a teacher has said of a row: token ids and log-probabilities, (trained tokens, K) each.
-
-    Raises:
-        RowError: it is not there, or not such numbers.
-    """
+    """What a teacher has said of a row: ids and log-probabilities, (trained tokens, K) each."""
     given = [row.get(name) if isinstance(row, Mapping) else None for name in TEACHER_FIELDS]
     try:
         ids, logs = np.array(given[0], dtype=np.int64), np.array(given[1], dtype=np.float32)
@@ -489,11 +478,7 @@ PROTOCOL = (
 
 
 def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The row's own variables for the chat template.
-
-    Raises:
-        RowError: they are not an object, or say how to render instead of what.
-    """
+    """The row's own variables for the chat template."""
     if "chat_template_kwargs" not in _reads(row, name):
         return {}
     found = {key: row[key] for key in TEMPLATE_VARIABLES if row.get(key) is not None}
@@ -611,11 +596,7 @@ def _unused_in_turns(turns: list[Any], place: str) -> Iterator[str]:
 
 
 def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Put the row's ``system`` before its turns.
-
-    Raises:
-        RowError: the turns begin with another system prompt.
-    """
+    """Put the row's ``system`` before its turns."""
     system = optional_text(row, "system")
     if not system or not system.strip():
         return messages

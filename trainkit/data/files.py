@@ -538,11 +538,7 @@ def unread_files(path: str) -> list[Path]:
 
 
 def _data_below(directory: Path) -> list[Path]:
-    """The files of a directory that are taken for data.
-
-    Raises:
-        DataError: a name that no text file could hold, or a link to nothing.
-    """
+    """The files of a directory that are taken for data."""
     files = _files_below(directory)
     found = [file for file in files if is_data(file)]
     # Next to rows a text is a licence or a note; a folder of nothing but texts is a corpus.
@@ -630,15 +626,7 @@ def fetch(
 ) -> Path:
     """Download a split (``datasets`` keeps its own cache) and write it as parquet.
 
-    Args:
-        name: ``org/name``.
-        split: such as ``train`` or ``train[:1%]``.
-        directory: gets ``<fingerprint>.parquet``, once.
-        subset: the configuration's name, where there are several.
-        files: those to read; none means all.
-
-    Raises:
-        DataError: the hub cannot be reached, or has no such data set or split.
+    ``directory`` gets ``<fingerprint>.parquet``, once.
     """
     import datasets
     from datasets.naming import camelcase_to_snakecase

@@ -440,9 +440,6 @@ def parse_rated(row: Mapping[str, Any]) -> Comparison:
 
     The rest is a row of prompt_completion, messages, sharegpt or alpaca. Of whole conversations the
     last answer is the one that is meant.
-
-    Raises:
-        RowError: there is no mark, or it is neither true nor false.
     """
     marks = [row[key] for key in fields.RATINGS if row.get(key) is not None]
     if len(marks) != 1 or marks[0] not in (True, False):
@@ -682,11 +679,7 @@ def _turn_number(name: Any) -> int:
 
 
 def decode_row(raw: RawRow) -> Any:
-    """The decoded value of a row.
-
-    Raises:
-        RowError: it cannot be cut out of its file, is not UTF-8, or is not JSON.
-    """
+    """The decoded value of a row."""
     if raw.payload is None:
         raise RowError(*(raw.problem or ("unreadable", "the row cannot be read")))
     try:

@@ -40,9 +40,6 @@ class Found:
 def pull(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Found | None]:
     """A row whose texts have `IMAGE` for each image, and no other trace of them.
 
-    Returns:
-        it, and its images; None where it has none, or says so: ``images: []``.
-
     Raises:
         RowError: an image is nothing that can be read.
     """

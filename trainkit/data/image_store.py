@@ -23,11 +23,7 @@ ARRAYS = ("images", "image_offsets", "image_paths", "image_path_ends", "image_pa
 
 
 class ImageWriter:
-    """Collects the images of samples while a store is written.
-
-    Args:
-        directory: of the store.
-    """
+    """Collects the images of samples while a store is written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -88,7 +84,6 @@ class StoredImages:
     """The images of a store's samples.
 
     Attributes:
-        directory: of the store.
         images: (M, 8) int64, `COLUMNS` of each.
         offsets: (N + 1,) where those of each sample are.
         paths, ends: of all files, end to end.

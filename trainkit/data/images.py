@@ -64,12 +64,7 @@ class Probe:
 
 
 class ImageError(RowError):
-    """An image of a row cannot be read.
-
-    Args:
-        reason, detail: as of any row.
-        paths: where it was looked for.
-    """
+    """An image of a row cannot be read."""
 
     def __init__(self, reason: str, detail: str, paths: tuple[str, ...]) -> None:
         super().__init__(reason, detail)
@@ -113,11 +108,7 @@ class Image(NamedTuple):
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Its bytes.
-
-        Raises:
-            RowError: the file is gone, or is another one than it was.
-        """
+        """Its bytes."""
         if self.data is not None:
             return self.data
         try:
@@ -137,15 +128,7 @@ def digest_of(data: bytes) -> int:
 
 
 def find(source: str | bytes, folders: tuple[Path, ...]) -> tuple[str, bytes]:
-    """The path of an image, or an empty one where the row has its bytes; and the bytes.
-
-    Args:
-        source: a path, a ``file:`` or ``data:`` URI, or the bytes.
-        folders: where relative paths may start, in the order they are tried.
-
-    Raises:
-        RowError: there is no such file, or it is elsewhere.
-    """
+    """The path of an image, or an empty one where the row has its bytes; and the bytes."""
     if isinstance(source, bytes):
         return "", _not_empty(source, "an image of the row")
     if source.startswith("data:"):
@@ -198,16 +181,7 @@ def _from_uri(uri: str) -> bytes:
 
 
 def probe(data: bytes, name: str, options: ImageOptions) -> Probe:
-    """The size of an image as it will be seen, from its header alone.
-
-    Args:
-        data: the file.
-        name: of it, for messages.
-        options: the most pixels that are read.
-
-    Raises:
-        RowError: it is none, is cut, or cannot be read as it was meant.
-    """
+    """The size of an image as it will be seen, from its header alone."""
     if data.startswith(b"version https://git-lfs"):
         raise RowError("image_lfs_pointer", f"{name} is a git-lfs pointer: git lfs pull fetches it")
     if data[:512].lstrip()[:1] == b"<":
@@ -293,11 +267,7 @@ def _is_transparent(image: Pil.Image) -> bool:
 
 
 def decode(data: bytes) -> Pil.Image:
-    """The pixels, upright, in RGB, what is transparent on white: as `probe` has said.
-
-    Raises:
-        OSError: they are damaged (or another of Pillow's errors).
-    """
+    """The pixels, upright, in RGB, what is transparent on white: as `probe` has said."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Pil.open(io.BytesIO(data)) as opened:

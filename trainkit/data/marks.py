@@ -146,10 +146,8 @@ class Rendering:
     """A conversation as the template prints it, with its marks placed.
 
     Attributes:
-        template: that printed it.
         messages: in the template's style.
         copies: the same with marks in them.
-        tools: of the conversation.
         plain: the rendering without marks.
         marks: in coordinates of ``plain``.
         plane: of the marks.
@@ -170,9 +168,6 @@ class Rendering:
 
         Returns:
             their last mark (None without any), what is behind it, and all of it without marks.
-
-        Raises:
-            RowError: the template refuses them.
         """
         copies = [*self.copies[:count], *more]
         text = self.template.render(copies, self.tools, generation=generation)
@@ -214,14 +209,7 @@ class Headers:
         self._fixed = self._probe if self._probe and is_same_for_all(template.text) else ""
 
     def find(self, rendering: Rendering, turn: int, done: int, first: int) -> Start | None:
-        """The start of an answer; None where it is not known.
-
-        Args:
-            rendering: of the conversation.
-            turn: the assistant turn.
-            done: where the turn before ends.
-            first: the first character of the turn's text that is not blank.
-        """
+        """The start of an answer; None where it is not known."""
         if self._fixed:
             found = _at_header(rendering.plain, self._fixed, done, first)
             if found is not None:
@@ -351,13 +339,7 @@ BOUNDARIES = "<[{("
 
 
 class Ends:
-    """Finds the end of turns.
-
-    Args:
-        template: with its control tokens.
-        plain: the end-of-turn tokens of plain turns, once they are known.
-        thought: the tokens between a thought and its answer, once they are known.
-    """
+    """Finds the end of turns."""
 
     def __init__(
         self,
@@ -373,14 +355,7 @@ class Ends:
     def of_text(
         self, rendering: Rendering, turn: int, last: int, limit: int
     ) -> tuple[int, str | None]:
-        """The end of a turn and its end-of-turn token; None where it has none.
-
-        Args:
-            rendering: of the conversation.
-            turn: its index.
-            last: one past the last character of the turn's text that is not blank.
-            limit: where the next turn's text begins.
-        """
+        """The end of a turn and its end-of-turn token; None where it has none."""
         found = self._run(rendering.plain, last, limit)
         if found is not None:
             return found

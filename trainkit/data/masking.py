@@ -44,9 +44,6 @@ class Span:
     """The trained characters of one turn.
 
     Attributes:
-        turn: index of the message.
-        start: first trained character.
-        end: one past the last trained character.
         end_of_turn: the token that ends the turn, or None where the template has none.
         opening: what the prompt of inference has behind ``start``, but this turn has not: the
             thinking that it opens.
@@ -64,7 +61,6 @@ class Masked:
     """A rendered conversation with its trained spans.
 
     Attributes:
-        text: the plain rendering.
         spans: of every assistant turn, trained or not, and of other turns that were asked for; a
             turn of which nothing is left has none.
         stripped: turns whose reasoning the template left out.
@@ -280,12 +276,7 @@ class MaskFinder:
     def find(self, conversation: Conversation, others: frozenset[int] = frozenset()) -> Masked:
         """Render a conversation and find the spans of its assistant turns.
 
-        Args:
-            conversation: as :meth:`ChatTemplate.prepare` returns it.
-            others: turns of other roles that need a span too.
-
-        Raises:
-            RowError: the template refuses the conversation, or a turn cannot be found for certain.
+        ``others`` are turns of other roles that need a span too.
         """
         messages = [self.template.as_dict(message) for message in conversation.messages]
         try:

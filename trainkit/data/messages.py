@@ -32,7 +32,6 @@ class Message:
     """One turn.
 
     Attributes:
-        role: one of ``ROLES``.
         content: its text, with `trainkit.data.images.IMAGE` where an image is; may be empty where
             there are tool calls or thinking.
         reasoning: thinking that came in a field of its own.
@@ -60,11 +59,9 @@ class Conversation:
     """The messages of one row.
 
     Attributes:
-        messages: in order.
         tools: JSON schemas of the tools on offer, or None.
         repairs: what was repaired on the way in, as short codes for the ledger.
         template_kwargs: the row's own variables for the chat template.
-        ignored: fields of the row that play no part.
         cut: turns behind the last one that could be trained, which were taken off.
     """
 
@@ -88,7 +85,6 @@ class TextRow:
         text: trained.
         prompt: goes before it, not trained.
         apart: prompt and text are tokenised each by itself, as the prompt is when it is answered.
-        ignored: fields of the row that play no part.
     """
 
     text: str
@@ -102,10 +98,8 @@ class TokenRow:
     """A row that was tokenised elsewhere.
 
     Attributes:
-        input_ids: token ids.
         trained: for each id, whether it is trained.
         is_masked: whether the row says which ids are trained; without it all of them are.
-        ignored: fields of the row that play no part.
     """
 
     input_ids: tuple[int, ...]
@@ -123,7 +117,6 @@ class Comparison:
     Attributes:
         conversations: in the order of the format, such as the chosen one before the rejected one.
         first: the number of the first of them, a sample's ``part``; 1 is that of a rejected one.
-        ignored: fields of the row that play no part.
     """
 
     conversations: tuple[Conversation | TextRow, ...]
@@ -139,11 +132,7 @@ ParsedRow = Row | Comparison
 
 
 def check_text(value: str, place: str) -> str:
-    """Return ``value``, or raise if a tokenizer could not take it.
-
-    Raises:
-        RowError: NUL characters or lone surrogates.
-    """
+    """Return ``value``, or raise if a tokenizer could not take it."""
     if "\x00" in value:
         raise RowError("nul_character", f"{place} holds a NUL character")
     if not value.isascii():
@@ -157,11 +146,7 @@ def check_text(value: str, place: str) -> str:
 
 
 def check_depth(value: Any, place: str) -> None:
-    """Raise if ``value`` nests deeper than ``MAX_DEPTH`` or holds unusable text.
-
-    Raises:
-        RowError: too deep, or text a tokenizer could not take.
-    """
+    """Raise if ``value`` nests deeper than ``MAX_DEPTH`` or holds unusable text."""
     level = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
@@ -200,10 +185,6 @@ def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversati
     Neighbours of the same role ``user`` and the same switch are joined with a blank line, which is
     written to ``repairs``. Turns behind the last one of an assistant, or that is switched on, are
     cut off, as nothing behind them is trained.
-
-    Args:
-        conversation: what a format made of the row, `switched` where it is trained.
-        needs_assistant: whether a row without such a turn is useless.
 
     Raises:
         RowError: with the turn's number, counted from 1.

@@ -45,10 +45,7 @@ class DroppedRow:
 
     Attributes:
         id: ``file:line``.
-        source: its source's name.
         reason: a stable code.
-        detail: one sentence for people.
-        excerpt: what the row begins with.
     """
 
     id: str
@@ -73,10 +70,7 @@ def dropped_rows(
 ) -> list[DroppedRow]:
     """The first dropped rows of each reason, in the order of the files.
 
-    Args:
-        data: prepared.
-        per_reason: how many of each.
-        max_row_bytes: read the rows again, up to this size, for their excerpts; 0 leaves them out.
+    Rows are read again, up to ``max_row_bytes``, for their excerpts; 0 leaves these out.
     """
     seen: Counter[str] = Counter()
     found = []
@@ -112,7 +106,6 @@ class Run:
     Attributes:
         text: decoded, control tokens included.
         trained: whether they are trained.
-        num_tokens: how many.
         missed: they belong to an answer, and are not trained.
     """
 
@@ -129,7 +122,6 @@ class Shown:
     Attributes:
         path: of its file, or the one that keeps the bytes of rows.
         height, width: as it is looked at.
-        num_tokens: that stand for it.
         thumbnail: a data URI of a small one.
     """
 
@@ -155,13 +147,9 @@ class View:
 
     Attributes:
         id: ``file:line``.
-        source: its source's name.
-        why: why this one is shown.
         input_ids, labels: as the model gets them; -100 is not trained.
         tokens: the text of each token.
-        runs: the sample's text.
         missed: ranges of tokens that belong to an answer and are not trained.
-        images: those that it shows.
     """
 
     id: str
@@ -271,11 +259,7 @@ MANY = 4
 
 
 def choose(data: PreparedData, count: int, *, seed: int) -> list[tuple[int, str]]:
-    """Which samples to show: ``count`` at random, then the worst offenders.
-
-    Returns:
-        sample indices, each with the reason it was chosen.
-    """
+    """Which samples to show: ``count`` at random, then the worst offenders."""
     generator = np.random.default_rng(seed)
     drawn = generator.choice(len(data), size=min(count, len(data)), replace=False)
     chosen = {int(index): "random" for index in sorted(drawn)}
@@ -443,8 +427,6 @@ class Cut:
     """What a ``max_length`` would do.
 
     Attributes:
-        max_length: in tokens.
-        samples: longer samples.
         tokens: tokens behind the limit, in all samples.
         trained_tokens: trained ones among them.
         packing_efficiency: the share of packed rows that is not padding, over samples that fit.
@@ -606,9 +588,7 @@ MAX_DUPLICATE_SHARE = 0.05
 def judge(data: PreparedData, stats: DataStats) -> list[Finding]:
     """The verdict, and what only a look at all samples can tell.
 
-    Args:
-        data: prepared with the options of training.
-        stats: of the same rows, without a limit on their length.
+    ``stats`` are of the same rows, without a limit on their length.
     """
     duplicates = stats.duplicates / stats.samples
     longest = f"max_length {stats.suggested_max_length} takes 99% of the samples whole"

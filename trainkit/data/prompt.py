@@ -21,10 +21,7 @@ from trainkit.errors import DataError
 class PromptRenderer:
     """Renders many prompts for one tokenizer; the chat template is asked for by conversations only.
 
-    Args:
-        tokenizer: a fast one.
-        options: the same as in training, so that dates, templates and escapes are the same.
-        vision: how the model takes images, or why none are read for it; None of a model of text.
+    ``options`` are those of training, so that dates, templates and escapes are the same.
     """
 
     def __init__(
@@ -43,11 +40,7 @@ class PromptRenderer:
         )
 
     def text(self, row: Row) -> str:
-        """The prompt as text, up to where the model's answer starts; empty for token ids.
-
-        Raises:
-            DataError: the messages are not well formed, or the template refuses them.
-        """
+        """The prompt as text, up to where the model's answer starts; empty for token ids."""
         if isinstance(row, TokenRow):
             return ""
         if not isinstance(row, Conversation):
@@ -72,31 +65,19 @@ class PromptRenderer:
             raise DataError(error.detail, where="messages") from error
 
     def whole_text(self, row: Row) -> str:
-        """A row with its answer, as the template prints it; empty for token ids.
-
-        Raises:
-            DataError: as `text`.
-        """
+        """A row with its answer, as the template prints it; empty for token ids."""
         if isinstance(row, Conversation):
             return self._rendered(row, generation=False)
         return "" if isinstance(row, TokenRow) else row.prompt + row.text
 
     def answer_text(self, conversation: Conversation) -> str:
-        """The last turn as the template prints it behind its prompt.
-
-        Raises:
-            DataError: as `text`.
-        """
+        """The last turn as the template prints it behind its prompt."""
         prompt = self.text(conversation.first(len(conversation.messages) - 1))
         whole = self._rendered(conversation, generation=False)
         return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
 
     def input_ids(self, row: Row) -> list[int]:
-        """The prompt as token ids.
-
-        Raises:
-            DataError: as `text`, or a token id that the tokenizer does not have.
-        """
+        """The prompt as token ids."""
         if isinstance(row, TokenRow):
             largest, size = max(row.input_ids), len(self._tokenizer)
             if largest >= size:
@@ -148,11 +129,7 @@ class PromptRenderer:
 def conversation_of(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> Conversation:
-    """OpenAI messages and the JSON schemas of tools, as training reads them.
-
-    Raises:
-        DataError: the messages are not well formed.
-    """
+    """OpenAI messages and the JSON schemas of tools, as training reads them."""
     row = {"messages": list(messages), "tools": None if tools is None else list(tools)}
     try:
         return parse_messages(row)

@@ -77,13 +77,7 @@ class QuestionOptions:
 def read_questions(path: str, options: QuestionOptions | None = None) -> list[Question]:
     """Read a file of questions, or several.
 
-    Args:
-        path: a file, a directory or a glob, as training takes them; a ``.txt`` has a question a
-            line.
-        options: how rows become questions.
-
-    Raises:
-        DataError: with file and line, for the first row that is not a question.
+    Of a ``.txt`` each line is a question.
     """
     options = options or QuestionOptions()
     questions: list[Question] = []
@@ -142,11 +136,7 @@ def _is_json(line: str) -> bool:
 
 
 def read_question(raw: RawRow, options: QuestionOptions) -> tuple[dict[str, Any], Row]:
-    """A row's fields, and what it asks.
-
-    Raises:
-        RowError: the row is none of the formats, or asks nothing.
-    """
+    """A row's fields, and what it asks."""
     row = decode_row(raw)
     fields_ = dict(row) if isinstance(row, Mapping) else {"messages": row}
     return as_json(fields_), question_of(_parse(row, options))
@@ -166,11 +156,7 @@ def as_json(value: Any) -> Any:
 
 
 def question_of(parsed: ParsedRow) -> Row:
-    """What a parsed row asks: all before its last answer.
-
-    Raises:
-        RowError: there is nothing before it, or a turn breaks the rules that training has for it.
-    """
+    """What a parsed row asks: all before its last answer."""
     if isinstance(parsed, TextRow):
         return TextRow("", prompt=parsed.prompt or parsed.text)
     if isinstance(parsed, TokenRow):

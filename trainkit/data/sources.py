@@ -87,16 +87,6 @@ def build_all(
 
     Workers are forked, so the tokenizer is loaded once. They must be made before a process group
     or a CUDA context exists. At most three runs of rows per worker are under way at any time.
-
-    Args:
-        builder: used by every worker.
-        work: runs of rows, read as they are needed.
-        source: where the rows come from.
-        folders: of the files.
-        num_workers: processes; 0 and 1 build in this one.
-
-    Raises:
-        DataError: a worker died, or found what concerns the whole run.
     """
     work = iter(work)
     if num_workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
@@ -169,8 +159,6 @@ class Progress:
     """How far the preparation of one source is.
 
     Attributes:
-        source: its name.
-        rows: rows done.
         bytes_done, bytes_total: of the files; the total is 0 where it is not known.
     """
 
@@ -303,14 +291,8 @@ def prepare(
     Call it before a process group or a CUDA context exists: it forks, and the processes of one
     machine wait for each other on a file lock.
 
-    Args:
-        sources: where rows come from.
-        tokenizer: a fast one; with a chat template if there are conversations.
-        options: how rows become samples.
-        ledger: gets an entry for every row that is dropped, cut or repaired.
-        progress: called now and then while samples are built.
-        is_evaluation: what is drawn is drawn apart from training's sources of the same names.
-        vision: how the model takes images, or why none are read for it; None of a model of text.
+    ``ledger`` gets an entry for every row that is dropped, cut or repaired. What is drawn for an
+    evaluation is drawn apart from training's sources of the same names.
 
     Raises:
         DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows

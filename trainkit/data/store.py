@@ -57,12 +57,10 @@ class Entry:
     """One line of ``dropped.jsonl`` or ``changed.jsonl``.
 
     Attributes:
-        file: path of the file.
         line: where the row starts, as an editor counts.
         action: ``dropped`` (nothing of the row is used), ``cut`` (part of it), ``repaired`` (all of
             it, repaired).
         reason: a stable code.
-        detail: one sentence for people.
         tokens: tokens lost, where they are known.
         trained_tokens: trained tokens among them.
     """
@@ -179,8 +177,7 @@ class DamagedStoreError(Exception):
 class StoreWriter:
     """Writes a store into an empty directory.
 
-    Args:
-        directory: exists, is empty, and is renamed by the caller when all is done.
+    The directory is empty; the caller renames it when all is done.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -205,12 +202,6 @@ class StoreWriter:
         **place: int,
     ) -> int:
         """Write one sample; those of one row follow one another.
-
-        Args:
-            input_ids: (S,).
-            loss_mask: (S,).
-            images: those that its placeholders stand for.
-            place: ``file``, ``line``, ``row`` and ``part``.
 
         Returns:
             How many of its tokens are trained; the first is never predicted.
@@ -277,7 +268,6 @@ class Store:
     """A finished store, memory-mapped.
 
     Attributes:
-        directory: where it lies.
         input_ids, loss_mask: all samples end to end.
         offsets: (N + 1,) where samples start and end.
         num_trained: (N,) trained labels.
@@ -304,11 +294,7 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> "Store":
-        """Map a store's arrays, every byte of them as it was written.
-
-        Raises:
-            DamagedStoreError: an array is missing or was altered: its tokens would be trained.
-        """
+        """Map a store's arrays, every byte of them as it was written."""
         try:
             meta = json.loads((directory / META).read_text(encoding="utf-8"))
             digests = meta[_DIGESTS]
@@ -473,9 +459,6 @@ def stored(directory: Path, key: str, build: Callable[[Path], None]) -> tuple[St
 
     Returns:
         the store, and whether it was there already.
-
-    Raises:
-        DataError: the directory cannot be written, or the disk is full; nothing is left behind.
     """
     target = directory / key
     whole, damage = _opened(target)

@@ -145,15 +145,7 @@ def _scramble(number: int) -> int:
 
 
 class RunReader:
-    """Runs of rows over all sources of one epoch, each at about the same fraction of its bytes.
-
-    Args:
-        files: of each source.
-        position: where to begin; its places and number of dealt rows are read.
-        sharding: which rows are read.
-        max_row_bytes: see :class:`trainkit.data.options.DataOptions`.
-        model: where the tokenizer is from.
-    """
+    """Runs of rows over all sources of one epoch, each at about the same fraction of its bytes."""
 
     def __init__(
         self,
@@ -279,9 +271,6 @@ class SampleStream:
         packing: rows of complete samples, best-fit within a block; or one sample a row.
         shuffle: False keeps the order of the files (and of the packer).
         buffer: samples in a block.
-
-    Raises:
-        DataError: a source asks for what streaming cannot do, or is not there.
     """
 
     def __init__(
@@ -341,11 +330,7 @@ class SampleStream:
         return block.arranged(), block.found, block.counts
 
     def check_dropped(self, num_rows: int, num_dropped: int, *, is_all: bool = False) -> None:
-        """Hold dropped rows against ``max_dropped``.
-
-        Raises:
-            DataError: there are more than allowed.
-        """
+        """Hold dropped rows against ``max_dropped``."""
         limit = self.options.max_dropped
         if limit is None:
             return
@@ -547,9 +532,6 @@ def first_look(
     Returns:
         Rows of its first samples; the content of ``data.json``, without counts of rows and tokens;
         and everything that decides which tokens a step trains on, by name.
-
-    Raises:
-        DataError: what is wrong with the beginning of the data.
     """
     rows, found, counts = stream.first(min(NUM_SAMPLES, stream.buffer))
     samples = [sample for row in rows for sample in row]
@@ -612,10 +594,6 @@ def sampled_digest(file: Path, num_files: int = 1) -> str:
 
     Reading streamed files whole to hash them would take as long as training on them. A change of
     the same size between the pieces is not seen.
-
-    Args:
-        file: to be looked into.
-        num_files: of the stream; with many, fewer pieces of each are read.
     """
     size = file.stat().st_size
     count = min(16, max(2, MOST_PIECES // num_files))

@@ -35,12 +35,6 @@ def end_of_turns(
     A token that was none before must have proved itself over the whole data set: a stop token that
     also stands inside answers would cut served answers short.
 
-    Args:
-        ends: how many turns each token ends.
-        tokenizer: of the model.
-        options: the data was prepared with.
-        num_trained_of: how often an id is trained, anywhere in a sample.
-
     Returns:
         Token and id of every such end, and what to say of those that were none before.
     """
@@ -152,9 +146,6 @@ def check_files(part: Part, entries: Sequence[Entry], model: str) -> None:
         part: of which the files are.
         entries: of the ledger, to quote the first bad rows.
         model: where the tokenizer is from.
-
-    Raises:
-        DataError: naming the file, the reasons and the first lines.
     """
     for row, file in zip(part.rows, part.paths, strict=True):
         reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
@@ -181,11 +172,7 @@ def check_files(part: Part, entries: Sequence[Entry], model: str) -> None:
 
 
 def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
-    """Hold the dropped rows against ``max_dropped``.
-
-    Raises:
-        DataError: there are more.
-    """
+    """Hold the dropped rows against ``max_dropped``."""
     limit = options.max_dropped
     if limit is None:
         return
@@ -256,11 +243,7 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
 
 
 def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A warning for every file that is there twice: by another path, a link, or as a copy.
-
-    Args:
-        files: of one summary; those of a stream have no digests.
-    """
+    """A warning for every file that is there twice: by another path, a link, or as a copy."""
     groups: dict[Any, list[str]] = {}
     for file in files:
         known = file.get("sha256")
@@ -276,12 +259,7 @@ def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:
-    """A warning where files are evaluated that are trained on: the same content, or path.
-
-    Args:
-        train: the summary of the training data; of a stream it has no digests.
-        evaluation: that of the evaluation data, if there is any.
-    """
+    """A warning where files are evaluated that are trained on: the same content, or path."""
     if evaluation is None:
         return []
     known = all("sha256" in file for file in train["files"])
@@ -312,9 +290,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        check: what.
         status: ``error`` means the data would train wrongly.
-        detail: a sentence with the figures.
         fix: what to do, where there is something.
     """
 
@@ -325,11 +301,7 @@ class Finding:
 
 
 def verdict(summary: Mapping[str, Any]) -> list[Finding]:
-    """What ``data check``, a run and its dry run all say of the same data.
-
-    Args:
-        summary: of prepared data, or of the beginning of a stream, which has no totals.
-    """
+    """What ``data check``, a run and its dry run all say of the same data."""
     counts, warnings = summary["counts"], summary["warnings"]
     found = [*_losses(summary), _stop_tokens(summary)]
     found += [Finding("files", "warning", twice) for twice in summary["listed_twice"]]
@@ -357,11 +329,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Finding]:
 
 
 def refuse_unfit(summary: Mapping[str, Any]) -> None:
-    """Stop where the verdict says error.
-
-    Raises:
-        DataError: with every finding that is an error.
-    """
+    """Stop where the verdict says error."""
     bad = [finding for finding in verdict(summary) if finding.status == "error"]
     if bad:
         raise DataError(

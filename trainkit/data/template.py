@@ -71,9 +71,6 @@ def freeze_dates(template: str, date: str) -> str:
 
     A macro of the same name hides transformers' ``strftime_now``; it knows the formats that the
     template asks for.
-
-    Raises:
-        DataError: it is not a date.
     """
     try:
         day = datetime.strptime(date, "%Y-%m-%d")
@@ -262,11 +259,7 @@ class ChatTemplate:
         *,
         generation: bool = False,
     ) -> str:
-        """Render messages in the template's style to text.
-
-        Raises:
-            RowError: the template refuses the messages.
-        """
+        """Render messages in the template's style to text."""
         try:
             with patience():
                 text = self.tokenizer.apply_chat_template(
@@ -455,11 +448,7 @@ PROBE_CHATS: Sequence[Sequence[Rendered]] = (
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's default chat template.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """The tokenizer's default chat template."""
     template, what = tokenizer.chat_template, "no chat template"
     if isinstance(template, dict):
         what = f"no default chat template, only {', '.join(sorted(template))}"

@@ -203,16 +203,7 @@ class Vision:
     def load_all(
         self, conversation: Conversation, folder: Path, options: ImageOptions
     ) -> tuple[Conversation, Counter[str]]:
-        """A conversation with what was read of its images, and how many were repaired.
-
-        Args:
-            conversation: whose messages say where their images are.
-            folder: where relative paths start.
-            options: another folder, and limits.
-
-        Raises:
-            RowError: an image cannot be read; the turn is named.
-        """
+        """A conversation with what was read of its images, and how many were repaired."""
         folders = (folder,) if options.folder is None else (folder, Path(options.folder))
         repairs: Counter[str] = Counter()
         messages = []
@@ -233,11 +224,7 @@ class Vision:
     def load(
         self, source: str | bytes, folders: tuple[Path, ...], options: ImageOptions
     ) -> tuple[Image, tuple[str, ...]]:
-        """An image of a row, and its repairs.
-
-        Raises:
-            RowError: it cannot be read.
-        """
+        """An image of a row, and its repairs."""
         path, data = find(source, folders)
         name = path or "an image of the row"
         try:
@@ -264,22 +251,14 @@ class Vision:
         return _EXPAND[self.family.processor](self, height, width)
 
     def refuse_unprinted(self, text: str, wanted: int) -> None:
-        """Refuse a rendering with other markers than images.
-
-        Raises:
-            RowError: the template leaves an image out, or a text has the marker.
-        """
+        """Refuse a rendering with other markers than images."""
         printed = text.count(self.marker)
         if printed != wanted:
             what = f"the chat template prints {printed} times {self.marker} for {wanted} images"
             raise RowError("image_placeholder", what)
 
     def refuse_loose(self, ids: np.ndarray, images: Sequence[Image]) -> None:
-        """Refuse placeholders that no image belongs to.
-
-        Raises:
-            RowError: there are some.
-        """
+        """Refuse placeholders that no image belongs to."""
         if int(np.count_nonzero(ids == self.token_id)) != sum(each.num_tokens for each in images):
             raise RowError("image_placeholder", LOOSE)
 
@@ -332,11 +311,7 @@ class Vision:
         )
 
     def check(self, rendering: str, images: Sequence[Image], ids: np.ndarray) -> None:
-        """Hold the ids of a row, and the cuts of its images, against the model's processor.
-
-        Raises:
-            DataError: they differ: the model would see something else than plain transformers'.
-        """
+        """Hold the ids of a row, and the cuts of its images, against the model's processor."""
         if self.num_checked >= NUM_CHECKED or self.processor is None:
             return
         self.num_checked += 1
@@ -448,13 +423,7 @@ class Vision:
 
 @dataclass(frozen=True)
 class NoVision:
-    """A model that takes images, and ones that are not read for it.
-
-    Attributes:
-        model_type: of its configuration.
-        why: images are not read.
-        fix: what to do about it.
-    """
+    """A model that takes images, and ones that are not read for it."""
 
     model_type: str
     why: str

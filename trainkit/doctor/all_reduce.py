@@ -11,11 +11,7 @@ _REPEATS = 5
 
 
 def main(backend: str) -> None:
-    """Sum a tensor over all processes, check the sum, print what it took.
-
-    Raises:
-        RuntimeError: the sum is wrong.
-    """
+    """Sum a tensor over all processes, check the sum, print what it took."""
     distributed.init_process_group(backend)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     on_gpu = backend == "nccl"

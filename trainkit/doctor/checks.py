@@ -33,10 +33,8 @@ class Finding:
     """What a check found.
 
     Attributes:
-        check: its name.
         state: ``error`` where training cannot work, ``warning`` where something will be slow,
             missing or fail later.
-        found: what is there.
         fix: the command that fixes it; what is more to say follows a ``#``. Everything that
             is not ok has one.
     """

@@ -56,11 +56,7 @@ NAME = "shapes"
 
 
 def config_of(text: str) -> Any:
-    """Transformers' configuration.
-
-    Raises:
-        ModelError: it knows no such model.
-    """
+    """Transformers' configuration."""
     values = json.loads(text)
     family = values.get("model_type")
     for key in ("quantization_config", "compression_config"):  # counted as what they stand for
@@ -97,11 +93,7 @@ _SIZES = (
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Refuse what no layer can have by its key; a class may say less, or build for ever.
-
-    Raises:
-        ModelError: with the key.
-    """
+    """Refuse what no layer can have by its key; a class may say less, or build for ever."""
     for name in ("text_config", "vision_config"):
         if not isinstance(values.get(name) or {}, Mapping):
             raise ModelError(f"{name} is {values[name]!r:.40}, and must be an object")
@@ -156,15 +148,7 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 @functools.cache
 def shape_of(text: str, name: str) -> ModelShape:
-    """What the whole model is made of.
-
-    Args:
-        text: its configuration, as JSON.
-        name: where that is from.
-
-    Raises:
-        ModelError: transformers cannot build it.
-    """
+    """What the whole model is made of."""
     config = config_of(text)
     model = _built(config)
     tower = outside_text(model)
@@ -263,8 +247,6 @@ class Built:
     Attributes:
         config: of the whole model, as JSON; where ranks share products, of a rank's share.
         fake: the mode its tensors are of.
-        model: in training mode.
-        layers: its decoder layers.
         known: tensors that are there before the step.
         plain: why kernels could not be proved, if they could not.
     """
@@ -301,12 +283,7 @@ ATTENTIONS = (NAME, "sdpa", "eager", None)
 
 @functools.lru_cache(maxsize=32)
 def built(job: Job, attention: str | None) -> Built:
-    """The short model of a job.
-
-    Args:
-        job: what is put into it.
-        attention: one of `ATTENTIONS`.
-    """
+    """The short model of a job."""
     whole = split_config(job.config, job.tensor)
     config, shape = config_of(whole), shape_of(whole, "")
     if getattr(config.get_text_config(), "num_hidden_layers", None) == shape.layers:

@@ -35,7 +35,6 @@ class Suggestion:
 
     Attributes:
         settings: overrides of the recipe, separated by blanks.
-        peak_gib: with them.
         time: seconds a token over what they are now; 1.2 is a fifth more. Without meaning where
             the plan itself could never run, and still the order of the suggestions.
         changes_result: the trained weights are others: adapters, a rounded base or rounded states.
@@ -57,11 +56,8 @@ None where the recipe refuses them."""
 def suggest(plan: Plan, gpu: Gpu, replan: Replan | None = None) -> list[Suggestion]:
     """Changes that make a plan fit a GPU: as few as do, of those that train the same weights.
 
-    Args:
-        plan: what does not fit.
-        gpu: of every rank.
-        replan: what is suggested is what the recipe then says; without a recipe, what the plan's
-            own changes come to.
+    With ``replan``, what is suggested is what the recipe then says; else what the plan's own
+    changes come to.
     """
     found: dict[str, list[Suggestion]] = {kind: [] for kind in SHOWN}
     for number in (1, 2, 3, 4):
@@ -310,16 +306,11 @@ class Estimate:
     """What a plan takes of a GPU.
 
     Attributes:
-        plan: what was estimated.
-        gpu: on what.
-        peak: the worst moment.
         step_seconds: of an optimizer step.
         time_band: by which share the time may be off.
         basis: what the time is anchored on.
         total_tokens: of the whole run; None where unknown.
-        counted: how they were counted.
         suggestions: what would make it fit; empty where it does.
-        notes: what is left out.
         replan: the plan with more settings in the recipe, see `suggest`.
     """
 
@@ -403,15 +394,7 @@ def estimate(
     notes: list[str] | None = None,
     replan: Replan | None = None,
 ) -> Estimate:
-    """Estimate a plan.
-
-    Args:
-        plan: the step.
-        gpu: of every rank.
-        tokens: of the whole run, and how they were counted.
-        notes: what the plan leaves out.
-        replan: the plan with more settings in the recipe, see `suggest`.
-    """
+    """Estimate a plan."""
     plan = replace(plan, gpu_gib=gpu.memory_gib)
     found = peak(plan)
     time_band, basis = band(plan, gpu)

@@ -122,7 +122,6 @@ class Fitted:
     """A recipe as text.
 
     Attributes:
-        text: of the file.
         expected: what a run takes; None where nobody knows the model's size.
         changed: overrides that were needed to make it fit.
     """
@@ -141,14 +140,6 @@ def fitted_recipe(
     off: Mapping[str, bool] | None = None,
 ) -> Fitted:
     """Fill a shipped recipe in, and lower what it takes until the GPU has it.
-
-    Args:
-        model: hub name or directory.
-        data: training files; none leaves the shipped recipe's placeholder.
-        method: one of ``METHODS``.
-        gpu: of every rank.
-        gpus: ranks.
-        off: what the model does not take of the shipped recipe, by key.
 
     Raises:
         RecipeError: it cannot be made to fit without training something else.

@@ -69,9 +69,6 @@ def gpu_of(name: str) -> Gpu:
 
     Of a size as 24g the row that is nearest, with so much memory; of a name with a size that its
     row does not have, as h100-94g, the row with that.
-
-    Raises:
-        RecipeError: there is none.
     """
     if size := re.fullmatch(r"(\d+)\s*g(?:i?b)?", name.lower()):
         memory = _memory(size[1], name)

@@ -15,9 +15,6 @@ class Matrices:
 
     Attributes:
         role: the last part of their name.
-        inputs: of each.
-        outputs: of each.
-        number: how many.
         in_stack: they are experts in one parameter, which nf4 packs and fp8 does not.
     """
 
@@ -152,15 +149,11 @@ class Adapters:
     """LoRA, as far as memory depends on it.
 
     Attributes:
-        rank: of every adapter.
         targets: names of the adapted linear layers, or peft's pattern for them.
         excluded: of these, that are not.
-        parameters: ``target_parameters``.
-        experts: whether experts are adapted.
         experts_rank: of theirs, where it is another.
         element: bytes of an adapter's number.
         dropout: above 0 the fused backward is off, and masks are kept.
-        dora: directions and magnitudes.
         offload: checkpointed activations wait in host memory.
         saved: ``modules_to_save``.
     """
@@ -202,9 +195,7 @@ class Job:
     """What is put into a model.
 
     Attributes:
-        config: of the model, as JSON.
         base: what weights are kept in: bfloat16, float32, nf4, fp8.
-        adapters: None trains all weights.
         in_fp8: roles of linear layers whose products run in fp8.
         fp8_head: the output layer's, too.
         ops: trainkit's kernels that run.

@@ -41,12 +41,7 @@ def optimizer_bytes(
 ) -> float:
     """Bytes of state per trained number, on the GPU.
 
-    Args:
-        row: of the table of optimizers.
-        shape: the model.
-        full: all weights are trained; else matrices of adapters, which are too thin to project.
-        rank: of projections.
-        args: ``training.optim_args``, of which some keep more.
+    With ``full`` all weights are trained; else matrices of adapters, which are too thin to project.
     """
     if not full:
         return row.matrix_bytes + row.kept_by(args)
@@ -205,9 +200,7 @@ in ``parallel.fsdp``."""
 def gathered(plan: Plan, layer: int) -> float:
     """FSDP2: weights that are whole in the backward pass of a layer, and its whole gradient.
 
-    Args:
-        plan: the step.
-        layer: from 0; their number is the moment of the loss.
+    ``layer`` counts from 0; their number is the moment of the loss.
     """
     if not plan.fsdp:
         return 0.0
@@ -259,15 +252,7 @@ def split(shape: ModelShape, ranks: int) -> ModelShape:
 
 
 def in_flight(schedule: str, ranks: int, stages: int, rank: int, micro_batches: int) -> int:
-    """How often a rank has gone forward through a stage before it first goes back through it.
-
-    Args:
-        schedule: of the pipeline.
-        ranks: of the pipeline.
-        stages: on each rank.
-        rank: which one.
-        micro_batches: of a step.
-    """
+    """How often a rank has gone forward through a stage before it first goes back through it."""
     if schedule == "1f1b":
         return min(ranks - rank, micro_batches)
     if schedule == "zbv":
@@ -329,12 +314,7 @@ HELD_ON_THE_WAY = 3
 
 @dataclass(frozen=True)
 class Peak:
-    """The worst moment of a step.
-
-    Attributes:
-        moment: in words.
-        by_owner: GiB of each of `OWNERS`.
-    """
+    """The worst moment of a step."""
 
     moment: str
     by_owner: dict[str, float]
@@ -353,9 +333,7 @@ class Peak:
 def peak(plan: Plan, *, is_first: bool = False) -> Peak:
     """The peak of an optimizer step, on the rank that needs the most.
 
-    Args:
-        plan: the step.
-        is_first: of a run that starts: most optimizers make their states in the first step.
+    ``is_first``: of a run that starts, where most optimizers make their states.
     """
     each = (peak_of_rank(share, is_first=is_first) for share in ranks_of(plan))
     return max(each, key=lambda found: found.gib)

@@ -26,10 +26,6 @@ class Plan:
     """One micro-batch of one GPU, and what surrounds it.
 
     Attributes:
-        shape: the model.
-        batch_size: rows of a micro-batch.
-        length: tokens of a row.
-        accumulation: micro-batches in a step.
         base: what weights are kept in: bfloat16, float32, nf4, fp8.
         adapters: None trains all weights.
         fp8: share of the layers' numbers whose forward products run in fp8, and that a frozen
@@ -54,7 +50,6 @@ class Plan:
         sequence: of them, those that share a row.
         tensor: ranks that share each matrix product; not among ``gpus``.
         stage_layers: of each stage of each rank of a pipeline; not among ``gpus``.
-        schedule: of the pipeline.
         held: times what a rank's layers keep is there at once: micro-batches on their way.
         held_late: of them, those whose weights' part of the backward pass is still to come.
         wire: bytes of what is received from and sent to other stages.
@@ -294,12 +289,7 @@ def within_budget(plan: Plan, options: Fp8Options) -> Plan:
 
 
 def shares_of(options: Fp8Options, shape: ModelShape) -> Shares:
-    """The shares that a run of these options is expected to choose.
-
-    Args:
-        options: the recipe's.
-        shape: of the whole model.
-    """
+    """The shares that a run of these options is expected to choose."""
     total = shape.matrix_numbers
     forward = backward = 0.0
     out: set[str] = set()

@@ -35,17 +35,7 @@ _TABLES = ("embed_tokens", "lm_head")
 
 
 def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
-    """What a step of a recipe is on each of some GPUs.
-
-    Args:
-        recipe: the recipe.
-        gpus: ranks of all kinds.
-        shape: of its model; None looks it up.
-
-    Raises:
-        ModelError: nobody knows the model's shape.
-        RecipeError: the global batch cannot be divided so.
-    """
+    """What a step of a recipe is on each of some GPUs."""
     shape = shape or find_shape(recipe.model.name_or_path, recipe.model.revision)
     data_ranks, sequence = recipe.parallel.data_ranks(gpus), recipe.parallel.sequence
     training = recipe.training

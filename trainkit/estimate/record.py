@@ -38,12 +38,8 @@ class Phase:
     """One part of a step.
 
     Attributes:
-        begin: bytes alive when it begins.
-        end: when it ends.
         most: of numbers whose gradient is whole, to the most bytes alive then.
         matrix: floating-point operations of matrix products.
-        attention: of attention.
-        fp8: of products in fp8.
         operations: of the dispatcher.
     """
 
@@ -234,7 +230,6 @@ class Layer:
         forward: bytes for a moment in its forward pass, over those before it.
         moving: in its backward pass, over what it and those before it keep.
         matrix: floating-point operations forward and backward; of all products.
-        fp8: of them, in fp8.
         attention: operations of attention, forward and backward.
         operations: that the host launches, forward and backward.
     """
@@ -258,7 +253,6 @@ class Recording:
     """A step.
 
     Attributes:
-        kinds: of layers.
         before: bytes alive before the first layer: embedded tokens, tables of angles, masks.
         loss: from the last layer's output to its gradient, over what layers keep.
         after: of that, what stays until the layers have gone back.
@@ -267,7 +261,6 @@ class Recording:
         trained_embeddings: numbers.
         trained_head: numbers of the output layer and what else lies outside of layers.
         matrix: operations of products outside of layers.
-        fp8: of them, in fp8.
         assumed: what a real step learns from numbers, and was assumed.
         plain: why no kernel was counted, where some were asked for.
     """
@@ -302,9 +295,6 @@ def record(job: Job, batch_size: int, length: int) -> Recording:
     """A step of a job's short model on fake tokens.
 
     With kernels, and where these fail on a model of the kind, without.
-
-    Raises:
-        ModelError: the step fails on tensors without numbers.
     """
     failed: BaseException | None = None
     for each in (job, replace(job, ops=frozenset())) if job.ops else (job,):

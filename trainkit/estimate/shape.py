@@ -18,11 +18,7 @@ from trainkit.places import local_path, regular
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The sizes in a ``config.json``.
-
-    Raises:
-        ModelError: transformers cannot build it.
-    """
+    """The sizes in a ``config.json``."""
     from trainkit.estimate.build import shape_of  # which needs torch
 
     return shape_of(json.dumps(config, sort_keys=True), name)
@@ -124,9 +120,6 @@ def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, An
 
     A directory's ``config.json``, a copy in the hub's cache, the table of names, and only then the
     hub, for this one file.
-
-    Raises:
-        ModelError: nothing of these has it.
     """
     path = local_path(name)
     file = None if path is None else regular(path / "config.json", ModelError)

@@ -28,7 +28,6 @@ class Work:
     Attributes:
         matrix: FLOPs of bf16 matrix products.
         matrix_fp8: FLOPs of fp8 ones.
-        attention: FLOPs.
         passes: bytes of element-wise passes over activations.
         logits: bytes of passes over fp32 logits; none with the fused loss.
         adapters: bytes that low-rank products read and write.

@@ -29,7 +29,6 @@ class Prompt:
     Attributes:
         ids: token ids; the first are left out where the model's context is too short.
         stops: texts that end the answer.
-        max_new_tokens: for the answer.
         settings: how tokens are chosen, in transformers' words; empty is greedily.
         thinks: the prompt ends within thoughts.
     """
@@ -52,7 +51,6 @@ class Written:
 
     Attributes:
         answer: what counts: after the thoughts, before the first stop.
-        text: all of it.
         is_whole: it came to an end, and out of its thoughts.
     """
 
@@ -62,15 +60,7 @@ class Written:
 
 
 class Writer:
-    """Answers prompts with a causal language model in evaluation mode.
-
-    Args:
-        model: a transformers or peft model, not wrapped by an engine.
-        tokenizer: of the model.
-        stop_ids: tokens that end any answer.
-        max_length: tokens the model takes.
-        batch_size: prompts at once; None chooses by tokens.
-    """
+    """Answers prompts with a causal language model in evaluation mode."""
 
     def __init__(
         self,
@@ -172,9 +162,7 @@ class Writer:
 def after_thinking(text: str, *, thinks: bool) -> tuple[bool, str]:
     """Whether a text ends within thoughts, and what it says after them.
 
-    Args:
-        text: as generated.
-        thinks: the prompt has opened the thoughts.
+    ``thinks``: the prompt has opened the thoughts.
     """
     opened = thinks or text.lstrip().startswith(THINK_OPEN)
     if THINK_CLOSE in text:

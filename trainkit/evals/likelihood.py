@@ -58,12 +58,8 @@ class _Row:
 class Scorer:
     """Scores pairs with a causal language model, in evaluation mode and without gradients.
 
-    Args:
-        model: a transformers or peft model, not wrapped by an engine.
-        max_length: tokens the model takes; longer inputs lose their beginning.
-        pad_id: fills short rows; it is never read.
-        batch_size: rows of a batch; None chooses by tokens.
-        shares_beginnings: compute what many rows begin with once, where the model's cache is plain.
+    Inputs longer than ``max_length`` lose their beginning; without ``batch_size`` batches go by
+    tokens.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class AnswerMetric:
     """One way to judge answers.
 
     Attributes:
-        name: as it is logged.
         judge: a number from the answer and the reference; higher is better.
     """
 
@@ -40,10 +39,7 @@ def answer_metrics(
 ) -> list[AnswerMetric]:
     """The metrics that a recipe names, each tried before anything is trained.
 
-    Args:
-        choices: of ``generation_eval.metrics``.
-        references: what answers will be held against, to see that patterns find something.
-        warn: is told of the first answer that a metric cannot judge; such answers count as 0.
+    ``warn`` is told of the first answer that a metric cannot judge; such answers count as 0.
 
     Raises:
         RecipeError: a pattern is none, finds nothing or takes too long, or a function is not there

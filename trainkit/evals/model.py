@@ -32,7 +32,6 @@ class PromptStyle:
 
     Attributes:
         tokenizer: with a chat template, where ``chat`` is on.
-        options: how training rendered conversations.
         chat: render with the chat template; else texts are plain.
         thinking: switch it on or off where the template can; None leaves it as it was trained.
     """
@@ -68,13 +67,8 @@ class PromptStyle:
     ) -> str:
         """A conversation up to where the model goes on.
 
-        Args:
-            messages: of the harness.
-            is_scored: answers are scored behind the prompt, not generated.
-            continues: the last message is the beginning of the model's answer.
-
-        Raises:
-            ModelError: the template refuses the conversation.
+        ``is_scored``: answers are scored behind the prompt, not generated. ``continues``: the last
+        message is the beginning of the model's answer.
         """
         renderer = self._at_once if is_scored else self._renderer
         begun = str(messages[-1]["content"]) if continues else ""
@@ -242,8 +236,6 @@ class Ranks:
     """Several processes with a copy of the model each; what they exchange is small and on the CPU.
 
     Attributes:
-        rank: of this process.
-        size: how many there are.
         gather: a value of every rank, on every rank.
     """
 
@@ -253,18 +245,7 @@ class Ranks:
 
 
 class TrainedModel(AskedAsTrained, TemplateLM):
-    """A loaded model for `lm_eval.evaluate`.
-
-    Args:
-        model: a transformers or peft model in evaluation mode, not wrapped by an engine.
-        prompts: how conversations and texts become token ids.
-        stop_ids: tokens that end an answer.
-        max_length: tokens the model takes.
-        batch_size: rows at once; None chooses by tokens.
-        max_new_tokens: of an answer, in place of the task's own.
-        shares_beginnings: see `Scorer`.
-        ranks: this process among others.
-    """
+    """A loaded model for `lm_eval.evaluate`."""
 
     def __init__(
         self,

@@ -203,11 +203,7 @@ def _ceval(path: Path) -> Rows:
 
 
 def find(directory: Path, *names: str) -> Path:
-    """The first of several files that is there.
-
-    Raises:
-        DataError: none is.
-    """
+    """The first of several files that is there."""
     found = next((directory / name for name in names if (directory / name).is_file()), None)
     if found is None:
         what = f"there is no {' and no '.join(names[:2])}"

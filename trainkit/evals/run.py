@@ -27,19 +27,7 @@ def evaluate_model(
     settings: Mapping[str, Any],
     gather: Any = None,
 ) -> Evaluation | None:
-    """Ask all questions of the tasks; every rank calls it.
-
-    Args:
-        model: of the harness; a `TrainedModel`, or one of its own with ``record``.
-        tasks: from `load_tasks`.
-        limit: questions of each task; None is all.
-        chat: render questions with the chat template.
-        settings: what else the result depends on, as plain values.
-        gather: a value of every rank, on every rank; None where there is one.
-
-    Returns:
-        The evaluation on the first rank, None on the others.
-    """
+    """Ask all questions of the tasks; every rank calls it."""
     started = time.perf_counter()
     for task in tasks.tasks.values():
         if not hasattr(task, "_build_all_requests"):

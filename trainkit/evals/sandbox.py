@@ -35,12 +35,7 @@ def run_program(
     It passes only if its last line is reached: ``exit(0)`` before that is a failure. It has a
     working directory of its own, which is removed, and none of this process's environment.
 
-    Args:
-        program: the source.
-        seconds: until it is killed; processor time is limited to the same.
-        memory_gib: of its address space.
-        file_mib: the largest file it may write.
-        processes: it may start.
+    Processor time is limited to ``seconds`` as well.
 
     Returns:
         None where it passed; else ``timed out``, or the last line of its errors.
@@ -138,11 +133,7 @@ class Programs:
 
 
 def with_sandbox(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A task of HumanEval with programs run here.
-
-    Args:
-        config: the harness's definition, its functions by name.
-    """
+    """A task of HumanEval with programs run here."""
     programs = Programs(fenced="instruct" in str(config["task"]))
     metrics = [
         {**metric, "metric": programs.pass_at_k, "aggregation": "mean", "higher_is_better": True}

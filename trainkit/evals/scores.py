@@ -23,12 +23,8 @@ class Score:
     Attributes:
         task: in the harness's words.
         metric: with its filter behind a slash, where the task has several.
-        value: the score.
         stderr: its standard error; None where the harness knows none.
         shots: examples before each question.
-        version: of the task.
-        num_samples: questions asked.
-        num_all: questions there are.
         prompts: sha256 of all prompts' token ids.
         parts: of a group, the tasks below it.
         is_part: of a group that was asked for.
@@ -81,11 +77,7 @@ class Evaluation:
         }
 
     def write(self, target: Path) -> None:
-        """Write ``results.json`` and ``samples/TASK.jsonl``; the directory appears when both are.
-
-        Raises:
-            RunDirectoryError: there is something at ``target``, or it cannot be written.
-        """
+        """Write ``results.json`` and ``samples/TASK.jsonl``; the directory appears with both."""
         check_free(target)
         with explain_os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +115,7 @@ def earlier(target: Path, question: Mapping[str, Any]) -> tuple[list[Score], lis
 
 
 def check_free(target: Path) -> None:
-    """See that an evaluation can be written there.
-
-    Raises:
-        RunDirectoryError: it is a file, or a directory with something in it.
-    """
+    """See that an evaluation can be written there."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunDirectoryError(
             "there is something here already; an evaluation is never overwritten",

@@ -34,7 +34,6 @@ class BenchmarkSet:
 
     Attributes:
         name: on the command line, and of its directory.
-        title: as its makers write it.
         group: the harness's name of all of it.
         folder: of its tasks, under the harness's ``tasks``.
         read: its published files.
@@ -316,11 +315,7 @@ class _Split(list[dict[str, Any]]):
 
 
 def _set_shots(name: str, task: Any, choice: TaskChoice) -> None:
-    """Give a task its examples, or say why there are none.
-
-    Raises:
-        RecipeError: as many are not defined.
-    """
+    """Give a task its examples, or say why there are none."""
     row = next((each for each in SETS.values() if name.startswith(each.name)), None)
     own = task.get_config("num_fewshot")
     shots = choice.shots

@@ -34,7 +34,6 @@ class Answer:
     """One greedy answer of the trained model.
 
     Attributes:
-        id: of the prompt.
         start: where the answer begins.
         input_ids: prompt and answer.
         logits: of the trained model, (answer, vocabulary).
@@ -185,15 +184,8 @@ def certify(
 ) -> dict[str, Any]:
     """Compare an export with the trained model.
 
-    Args:
-        reference: of the trained model.
-        served: the export.
-        required: share of tokens that must agree; None only states it.
-        excepted: kinds of conversations whose prompts may differ; it is stated how many do.
-        notes: what a reader must know besides.
-
-    Returns:
-        Plain JSON values.
+    Without ``required`` the agreement is only stated; ``excepted`` are kinds of conversations whose
+    prompts may differ.
 
     Raises:
         CheckpointError: a prompt has other ids, too few tokens agree, or the adapter does nothing.

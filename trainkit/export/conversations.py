@@ -46,13 +46,7 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the trained and the exported model are both asked.
-
-    Attributes:
-        id: ``file:line``, or ``made:N``.
-        row: a conversation, or a text that goes on.
-        kinds: of ``kinds_of``.
-    """
+    """What the trained and the exported model are both asked."""
 
     id: str
     row: Conversation | TextRow
@@ -74,13 +68,7 @@ def kinds_of(row: Row) -> tuple[str, ...]:
 
 
 def conversations_of(run: Path | None, engine: Engine, *, is_text: bool) -> list[Prompt]:
-    """Twenty prompts, of every kind that the run has, each of them one that the engine can render.
-
-    Args:
-        run: its data is read where it still is; None for a model from elsewhere.
-        engine: of the trained model.
-        is_text: the model goes on with texts and has no conversations.
-    """
+    """Twenty prompts, of every kind that the run has, each one that the engine can render."""
     template = None if is_text else ChatTemplate(engine.tokenizer, engine.options)
     rows = (_as_asked(prompt, template) for prompt in islice(_rows_of(run), _MAX_ROWS_READ))
     own = _spread([prompt for prompt in rows if _can_ask(engine, prompt)])

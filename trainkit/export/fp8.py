@@ -58,9 +58,6 @@ def check(paths: ModelPaths, job: Job) -> None:
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight to FP8.
 
-    Args:
-        weight: (out, in).
-
     Returns:
         FP8 (out, in), and the scale (out, 1) in the weight's own dtype: weight ~ fp8 * scale.
     """
@@ -128,13 +125,7 @@ class Fp8Served(TransformersServed):
     """The files as a server computes with them: both sides of each product rounded to FP8."""
 
     def __init__(self, work: ModelOptions, exported: Path, linears: set[str]) -> None:
-        """Load the plain model, and put the exported weights into it.
-
-        Args:
-            work: the model before it was quantised.
-            exported: the result.
-            linears: names of the quantised weights.
-        """
+        """Load the plain model, and put the exported weights into it."""
         super().__init__(work)
         self.read_with += "; FP8 weights, activations rounded to FP8 token by token"
         modules = dict(self.model.named_modules())

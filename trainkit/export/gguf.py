@@ -29,11 +29,7 @@ def check(paths: ModelPaths, job: Job) -> None:
 
 
 def refuse_own_code(paths: ModelPaths) -> None:
-    """Refuse what was trained by its own code, which llama.cpp does not run.
-
-    Raises:
-        ModelError: naming that code.
-    """
+    """Refuse what was trained by its own code, which llama.cpp does not run."""
     config = weights_directory(paths) / "config.json"
     if paths.source.trust_remote_code and config.is_file():
         code = read_config(config.parent).get("auto_map")
@@ -62,12 +58,7 @@ class GgufServed:
     """A GGUF as llama.cpp's server has it: its template engine, its tokenizer, its numbers."""
 
     def __init__(self, server: LlamaServer, vocab_size: int) -> None:
-        """Ask a server.
-
-        Args:
-            server: with the file.
-            vocab_size: of the trained model.
-        """
+        """Ask a server."""
         self.server = server
         self.read_with = f"{self.server.version}, cpu"
         self._vocab_size = vocab_size

@@ -52,11 +52,7 @@ _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", re.MULTILINE)
 
 
 def check_llama_cpp(kind: str) -> None:
-    """Refuse to begin without what writes a type of GGUF and reads it back.
-
-    Raises:
-        ModelError: something is not installed.
-    """
+    """Refuse to begin without what writes a type of GGUF and reads it back."""
     for package, what in (
         ("convert_hf_to_gguf", "llama.cpp's converter is not installed"),
         ("xllamacpp", "llama.cpp is not installed, so the file could not be read back"),
@@ -75,17 +71,7 @@ def check_llama_cpp(kind: str) -> None:
 
 
 def convert(model: Path, target: Path, kind: str, name: str) -> None:
-    """Write one GGUF.
-
-    Args:
-        model: a plain directory that trainkit wrote.
-        target: the file to write.
-        kind: of ``DIRECT``.
-        name: of the model, in the file's metadata.
-
-    Raises:
-        ModelError: the converter does not know the architecture or the tokenizer, or failed.
-    """
+    """Write one GGUF."""
     command = module_command("trainkit.export.llama_process", "convert", str(model.absolute()))
     command += ["--outfile", str(target.absolute()), "--outtype", kind, "--model-name", name]
     done = subprocess.run(
@@ -115,16 +101,7 @@ FILE_TYPES: Mapping[str, int] = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Quantise a GGUF.
-
-    Args:
-        source: in f32, f16 or bf16.
-        target: the file to write.
-        kind: of ``FILE_TYPES``.
-
-    Raises:
-        CheckpointError: llama.cpp could not.
-    """
+    """Quantise a GGUF."""
     program = shutil.which(_PROGRAM)
     reason = ""
     if program is not None:
@@ -164,16 +141,7 @@ class LlamaServer:
     def __init__(
         self, file: Path, context: int, variables: Mapping[str, Any] | None = None
     ) -> None:
-        """Start it.
-
-        Args:
-            file: the GGUF.
-            context: longest sequence that will be asked.
-            variables: for the template, as its own option ``--chat-template-kwargs`` takes them.
-
-        Raises:
-            CheckpointError: llama.cpp does not load the file.
-        """
+        """Start it."""
         self.version = f"llama.cpp's server (xllamacpp {importlib.metadata.version('xllamacpp')})"
         self._variables = dict(variables or {})
         self._letter: int | None = None

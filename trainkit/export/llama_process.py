@@ -24,11 +24,7 @@ _KNOWN = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 
 
 def rule_of(tokenizer_json: dict[str, Any]) -> str | None:
-    """llama.cpp's name for the rule that cuts text into words, or None.
-
-    Args:
-        tokenizer_json: the content of that file.
-    """
+    """llama.cpp's name for the rule that cuts text into words, or None."""
     rule = tokenizer_json.get("pre_tokenizer") or {}
     parts = rule.get("pretokenizers", []) if rule.get("type") == "Sequence" else [rule]
     kinds = [part.get("type") for part in parts]

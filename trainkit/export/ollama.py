@@ -82,15 +82,7 @@ def modelfile(
 ) -> str:
     """The text of a Modelfile.
 
-    Args:
-        file: name of the GGUF next to it.
-        wrapping: the template.
-        source: its stop tokens.
-        system: a system prompt for every chat, or None.
-        model: the plain model, for its settings.
-
-    Raises:
-        ModelError: a text holds three quotes, which end a text of a Modelfile.
+    ``model`` is the plain one, for its settings; ``file`` the GGUF next to it.
     """
     settings = json.loads((model / "generation_config.json").read_text("utf-8"))
     config = json.loads((model / "config.json").read_text("utf-8"))
@@ -146,11 +138,7 @@ class Wrapping:
         return "".join([*pieces, self.opening])
 
     def text(self) -> str:
-        """The template in Go's language.
-
-        Raises:
-            ModelError: a Modelfile cannot hold it.
-        """
+        """The template in Go's language."""
         lines = []
         if self.default:
             first = '{{ if ne (index .Messages 0).Role "system" }}'
@@ -175,9 +163,6 @@ def wrapping_of(render: Render, bos: str) -> Wrapping:
     Args:
         render: messages to a prompt, the opening of an answer included.
         bos: what the server puts before every prompt itself, as text; empty for nothing.
-
-    Raises:
-        ModelError: the template does not wrap messages.
     """
 
     def rendered(*messages: Mapping[str, Any]) -> str:

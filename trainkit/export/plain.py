@@ -73,11 +73,7 @@ def refuse_unmergeable(paths: ModelPaths) -> None:
 
 
 def write_plain(source: Source, target: Path, job: Job) -> None:
-    """Write a directory, which must not exist, that ``from_pretrained`` and servers load.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or the adapter cannot be merged.
-    """
+    """Write a directory, which must not exist, that ``from_pretrained`` and servers load."""
     adapter, dtype = source.paths.adapter, job.dtype
     directory = weights_directory(source.paths)
     if adapter is not None:
@@ -165,15 +161,7 @@ class LinearLayers:
 
 
 def layers_to_quantize(paths: ModelPaths, kind: str) -> LinearLayers:
-    """The layers of the model under an adapter, or of a whole one, before anything is loaded.
-
-    Args:
-        paths: of ``find_model``.
-        kind: the format, for the message.
-
-    Raises:
-        ModelError: the model is stored quantised, has experts, or no linear layers.
-    """
+    """The layers of the model under an adapter, or of a whole one, before anything is loaded."""
     directory = weights_directory(paths)
     if paths.adapter is None and read_config(directory).get("quantization_config"):
         raise ModelError("it is stored quantised already", where=str(directory))
@@ -184,11 +172,7 @@ def layers_to_quantize(paths: ModelPaths, kind: str) -> LinearLayers:
 
 
 def linear_layers(source: ModelOptions, kind: str) -> LinearLayers:
-    """The linear layers of a model.
-
-    Raises:
-        ModelError: experts, which are kept together in one parameter.
-    """
+    """The linear layers of a model."""
     model = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         raise ModelError(

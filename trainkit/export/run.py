@@ -33,19 +33,7 @@ class Target(Protocol):
 
 
 def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
-    """Write a trained model for a server.
-
-    Args:
-        target: a module of this package.
-        paths: of ``find_model``.
-        job: options and place.
-
-    Returns:
-        The certificate, as it is written next to the result.
-
-    Raises:
-        TrainkitError: it cannot be served as it was trained; nothing is left behind.
-    """
+    """Write a trained model for a server."""
     module: Target = importlib.import_module(f"trainkit.export.{target}")
     if os.path.lexists(job.out):
         raise CheckpointError(

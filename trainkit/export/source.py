@@ -39,11 +39,8 @@ def served_template(
 ) -> str:
     """The template that renders plain messages as training rendered them.
 
-    Args:
-        tokenizer: of the run.
-        options: of the run.
-        free: variables that rows of the run set otherwise, so that a request may, too. The others
-            are fixed: llama.cpp's server gives ``enable_thinking`` to every template.
+    ``free`` are variables that rows of the run set otherwise, so that a request may, too. The
+    others are fixed: llama.cpp's server gives ``enable_thinking`` to every template.
     """
     template = ChatTemplate(tokenizer, options)
     text = freeze_dates(template.text, options.frozen_date)
@@ -95,7 +92,6 @@ class Source:
     """A trained model that is about to be exported.
 
     Attributes:
-        paths: where it is.
         quantize: how its base was packed in training, or None.
         compute_dtype: what a packed base was unpacked to, or None.
         template: what the server gets; None for a model of plain texts.
@@ -103,9 +99,6 @@ class Source:
             conversations with tools.
         variables: of the template, with their defaults, that rows of the run set otherwise.
         stop_ids: tokens that end an answer, the trained ones first.
-        stop_tokens: the same as text.
-        reference: what the trained model says.
-        notes: for the certificate.
     """
 
     paths: ModelPaths
@@ -126,7 +119,6 @@ class Job:
 
     Attributes:
         out: where the result will be; nothing is written there directly.
-        say: called with one line about each stage.
         name: what the server is to call the model.
         type: of the numbers in a GGUF.
         dtype: of a plain model's weights; None keeps each tensor's own.
@@ -165,13 +157,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Written:
-    """What a target has written.
-
-    Attributes:
-        certificate: of ``certify``.
-        command: how to serve it.
-        notes: for the user.
-    """
+    """What a target has written."""
 
     certificate: Mapping[str, Any]
     command: str
@@ -180,11 +166,6 @@ class Written:
 
 def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -> Source:
     """Load the trained model, ask it what the export will be asked, and let go of it.
-
-    Args:
-        paths: of ``find_model``.
-        any_base: the adapter may be merged into other weights than its own base.
-        say: called with one line about each stage.
 
     Raises:
         ModelError: it cannot be loaded.

@@ -31,17 +31,7 @@ _EMBEDDING_AXES = {"lora_embedding_A": (1, 0), "lora_embedding_B": (0, 1)}
 def prove_base(
     adapter: Path, source: ModelOptions, say: Callable[[str], None], *, any_base: bool
 ) -> None:
-    """Compare shapes and every byte of the base; neither model is loaded.
-
-    Args:
-        adapter: directory.
-        source: the weights to put it over.
-        say: called with one line about what could not be compared.
-        any_base: take other weights of the same shapes.
-
-    Raises:
-        CheckpointError: the adapter was trained over other weights, or does not fit these.
-    """
+    """Compare shapes and every byte of the base; neither model is loaded."""
     base = source.name_or_path
     config = load_config(source)
     wrong = _misfits(adapter, empty_model(config, trust_remote_code=source.trust_remote_code))
@@ -116,14 +106,7 @@ def _shapes(adapter: Path) -> dict[str, tuple[int, ...]]:
 def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> Any:
     """A loaded model on the device, its linear layers kept as a run kept them.
 
-    Args:
-        model: on the host.
-        quantize: a kind of linear layer that is packed when the model is there.
-        device: where it will answer.
-        run: of the adapter; None packs every layer that fits.
-
-    Raises:
-        RecipeError: the device cannot multiply so.
+    Without ``run`` every layer that fits is packed.
     """
     from trainkit.lora.quant import refuse_unfit_device  # only here: most models are not packed
 
@@ -159,13 +142,8 @@ def plain_base(
 ) -> Iterator[Path]:
     """The base itself, or for a while a directory with the weights that its run computed with.
 
-    Args:
-        source: the base, and whether code that comes with it may run.
-        base: where it is: a directory, or a .gguf file.
-        dtype: what the run loaded it in; None takes the stored one.
-        near: where the result will be: the copy is made next to it, where the next command that
-            writes there clears away what a killed one has left.
-        say: called with one line where there is something to unpack.
+    The copy is made next to ``near``, where the next command that writes there clears away what a
+    killed one has left.
     """
     if is_plain(base):
         yield base

@@ -43,23 +43,11 @@ def generate_file(
     questions are answered. A later call with the same settings goes on from there; each batch has a
     seed of its own, so the result is that of one uninterrupted call.
 
-    Args:
-        load: called when there is something left to do.
-        questions: in the order of the output.
-        target: the file to appear.
-        sampling: how to choose tokens.
-        batch_size: questions at once.
-        settings: what else the answers depend on (the model), as plain JSON values.
-        too_long: what is done with a prompt that does not fit the context.
-        logprobs: the number of likeliest tokens that are written at each place of an answer.
-        progress: called with the number done and the number of all.
+    ``load`` is called when there is something left to do; ``settings`` are what else the answers
+    depend on.
 
     Returns:
         How many answers were there already.
-
-    Raises:
-        DataError: a file from a call with other settings is in the way, the file cannot be written,
-            or a question cannot be rendered or does not fit.
     """
     content = [(question.id, asdict(question.row), question.fields) for question in questions]
     how = [dict(settings), sampling.to_dict(), batch_size, too_long]
@@ -122,11 +110,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _problem(engine: Engine, question: Question, too_long: TooLong) -> str | None:
-    """Why a question is not answered, or None.
-
-    Raises:
-        DataError: it cannot be rendered, or does not fit and nothing is to be done about that.
-    """
+    """Why a question is not answered, or None."""
     try:
         engine.check_fit(question.row)
     except DataError as error:

@@ -29,9 +29,7 @@ class Asking:
 
     Attributes:
         chat: with its chat template; None is as it was trained.
-        thinking: switch thoughts on or off; None is as it was trained.
         batch_size: rows at once; None chooses by tokens.
-        max_new_tokens: of an answer, in place of the task's own.
         kernels: put trainkit's kernels into the model, where it has some.
     """
 
@@ -43,11 +41,7 @@ class Asking:
 
 
 def check_harness() -> None:
-    """See that lm-evaluation-harness is there.
-
-    Raises:
-        RecipeError: it is not installed.
-    """
+    """See that lm-evaluation-harness is there."""
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
@@ -57,11 +51,7 @@ def check_harness() -> None:
 
 
 def uses_chat(asking: Asking, paths: ModelPaths, tokenizer: Any) -> bool:
-    """Whether questions are rendered with the chat template.
-
-    Raises:
-        ModelError: it is asked for, and there is none.
-    """
+    """Whether questions are rendered with the chat template."""
     has_template = bool(tokenizer.chat_template)
     if asking.chat and not has_template:
         raise ModelError(

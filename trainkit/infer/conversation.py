@@ -10,12 +10,7 @@ from trainkit.errors import DataError
 
 @dataclass
 class ChatHistory:
-    """Messages so far.
-
-    Attributes:
-        system: the system prompt, or None.
-        messages: questions and answers in turn.
-    """
+    """Messages so far."""
 
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)

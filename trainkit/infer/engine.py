@@ -63,7 +63,6 @@ class Answer:
 
     Attributes:
         text: without stop tokens; with the opening of its reasoning where the prompt gave it.
-        input_ids: of the prompt.
         output_ids: as generated, the stop token included.
         finish: ``stop``, ``length`` (of the answer), ``context`` (the model's was full), or
             ``interrupted``.
@@ -88,13 +87,8 @@ class Engine:
     ) -> None:
         """Put them together.
 
-        Args:
-            model: a transformers or peft model, in evaluation mode.
-            tokenizer: with a chat template, where conversations are answered.
-            options: how training rendered conversations; the defaults otherwise.
-            stop_ids: tokens that end an answer, besides those that the model, the tokenizer and
-                the chat template name.
-            vision: how the model takes images, or why none are read for it.
+        ``stop_ids`` end an answer besides those that the model, the tokenizer and the template
+        name.
 
         Raises:
             ModelError: the tokenizer has no chat template.
@@ -117,11 +111,7 @@ class Engine:
         self._renderer = PromptRenderer(self.tokenizer, self.options, self._vision)
 
     def prompt_ids(self, question: Question) -> list[int]:
-        """The token ids of a question with the opening of an answer, as in training.
-
-        Raises:
-            DataError: the messages are not well formed.
-        """
+        """The token ids of a question with the opening of an answer, as in training."""
         return self._renderer.input_ids(_as_row(question))
 
     def check_fit(self, question: Question) -> None:
@@ -147,11 +137,7 @@ class Engine:
     ) -> Answer:
         """Answer one question.
 
-        Args:
-            question: the last of its messages is usually the user's.
-            sampling: how to choose tokens.
-            on_text: called with each new piece of text; with beams, once at the end.
-            should_stop: called after each token.
+        ``on_text`` is called with each new piece of text; with beams, once at the end.
 
         Raises:
             PromptTooLongError: there is no room for an answer.
@@ -257,13 +243,7 @@ class TextStream(BaseStreamer):
         stop_ids: Collection[int],
         on_text: Callable[[str], None],
     ) -> None:
-        """Start a new answer.
-
-        Args:
-            tokenizer: decodes.
-            stop_ids: tokens that end an answer and are not shown.
-            on_text: called with each new piece.
-        """
+        """Start a new answer."""
         self._tokenizer, self._stop_ids, self._on_text = tokenizer, stop_ids, on_text
         self._is_prompt = True
         # Decoding starts a little before the new tokens: many tokenizers decode a token
@@ -328,17 +308,9 @@ def load_engine(
 ) -> Engine:
     """Load what ``find_model`` found.
 
-    Args:
-        paths: model, adapter and tokenizer.
-        dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
-        quantize: ``nf4`` holds the base in 4 bits, as a QLoRA run did, ``fp8`` in 8 what its run
-            had in 8; None holds it as it was saved.
-        device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
-        system: the system prompt that the caller puts into conversations itself; it goes before a
-            system policy of the run.
-        verify: compare the files with the manifests that trainkit wrote next to them.
-        any_base: put an adapter over other weights than those that it was trained over.
-        say: called with one line about what could not be compared.
+    ``quantize``: ``nf4`` holds the base in 4 bits, ``fp8`` in 8 what its run had in 8, None as it
+    was saved. ``system`` is the prompt that the caller puts into conversations itself; it goes
+    before a system policy of the run.
 
     Raises:
         ModelError: something cannot be loaded.

@@ -29,7 +29,6 @@ class ModelPaths:
     Attributes:
         source: the plain weights: directory or hub name, revision, and whether code that comes
             with them may run.
-        adapter: directory of an adapter over them, or None.
         tokenizer: directory or hub name of the tokenizer, the run's own where it has one.
         run: the run directory, or None for a model from elsewhere.
         directory: what was found: the final model, a checkpoint, an adapter or a plain model.
@@ -69,9 +68,6 @@ def find_model(
             nowhere.
         trust_remote_code: run the code that comes with the model or its tokenizer. What a run
             was allowed is no permission for what reads it later.
-
-    Raises:
-        ModelError: there is nothing usable there, or it has code that nobody has allowed.
     """
     if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
         raise ModelError("there is no adapter here", where=str(adapter))
@@ -105,14 +101,6 @@ def refuse_code(source: ModelOptions, places: Iterable[str], run: Path | None) -
     """Refuse a model that needs code of its own, where nobody has allowed it; nothing is loaded.
 
     A model that transformers knows as well runs by transformers' code, unless its run did not.
-
-    Args:
-        source: the weights.
-        places: what else is loaded: tokenizers, by directory or hub name.
-        run: that trained it.
-
-    Raises:
-        ModelError: naming the file that asks for code.
     """
     if source.trust_remote_code:
         return
@@ -220,11 +208,7 @@ def weights_digest(paths: ModelPaths) -> str | None:
 
 
 def base_directory(source: ModelOptions) -> Path:
-    """The directory, or .gguf file, with the weights under an adapter; a hub's is in the cache.
-
-    Raises:
-        ModelError: it is not on this machine and cannot be fetched.
-    """
+    """The directory, or .gguf file, with the weights under an adapter; a hub's is in the cache."""
     name = source.name_or_path
     directory = local_path(name)
     if directory is not None and directory.is_dir():
@@ -254,12 +238,7 @@ def base_directory(source: ModelOptions) -> Path:
 def locate(directory: Path) -> tuple[Path, Path | None]:
     """The directory that holds a model, and the run that it belongs to, if any.
 
-    Args:
-        directory: a run (its final model is taken, or its newest complete checkpoint), or another
-            in one, or any other.
-
-    Raises:
-        ModelError: the run holds no model.
+    Of a run its final model is taken, or its newest complete checkpoint.
     """
     run = next((d for d in (directory, directory.parent) if (d / "status.json").is_file()), None)
     return (_model_in(directory) if run == directory else directory), run
@@ -334,16 +313,7 @@ def _model_in(run: Path) -> Path:
 def base_of(
     adapter: Path, base_model: str | None = None, *, trust_remote_code: bool = False
 ) -> ModelOptions:
-    """The base that an adapter names, in the revision that it names.
-
-    Args:
-        adapter: its directory.
-        base_model: a directory or hub name that goes before the adapter's own word.
-        trust_remote_code: see `find_model`.
-
-    Raises:
-        ModelError: it names none, or one that is not there any more.
-    """
+    """The base that an adapter names, in the revision that it names."""
     if base_model is not None:
         return ModelOptions(name_or_path=base_model, trust_remote_code=trust_remote_code)
     settings = _settings_in(adapter / ADAPTER_CONFIG)

@@ -13,14 +13,11 @@ class SamplingOptions:
     """What the command line says; None leaves it to the model's generation settings.
 
     Attributes:
-        max_new_tokens: longest answer.
-        greedy: always the likeliest token.
         temperature: above 0; lower is closer to greedy.
         top_p: sample from the likeliest tokens that make up this share, in (0, 1].
         top_k: sample from this many likeliest tokens; 0 is all.
         repetition_penalty: above 1 makes tokens already there less likely.
         num_beams: above 1 searches for the likeliest whole answer; nothing is streamed then.
-        seed: of the sampling.
     """
 
     max_new_tokens: int = 512
@@ -70,13 +67,7 @@ class SamplingOptions:
         return asdict(self)
 
     def generation_config(self, own: Any, stop_ids: Sequence[int], pad_id: int | None) -> Any:
-        """The model's generation settings with these on top.
-
-        Args:
-            own: the model's ``GenerationConfig``.
-            stop_ids: tokens that end an answer.
-            pad_id: fills short rows of a batch.
-        """
+        """The model's generation settings with these on top."""
         config = type(own).from_dict(own.to_dict())
         is_sampled = not self.greedy and (bool(own.do_sample) or self.is_sampling_asked)
         is_sampled = is_sampled and (self.num_beams == 1 or self.is_sampling_asked)

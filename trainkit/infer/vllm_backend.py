@@ -37,11 +37,7 @@ def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, A
 
 
 def vllm_model(paths: ModelPaths, asking: Asking, dtype: str) -> tuple[Any, bool]:
-    """The model, and whether it is asked with its chat template.
-
-    Raises:
-        RecipeError: vLLM is not installed.
-    """
+    """The model, and whether it is asked with its chat template."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:

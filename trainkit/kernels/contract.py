@@ -146,17 +146,7 @@ def run(
     tensors: Mapping[str, Tensor],
     grad_outputs: Callable[[Tensor], Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Call a function and differentiate it.
-
-    Args:
-        function: an op or its reference.
-        case: the call.
-        tensors: inputs by name; those of case.grads become leaves that require gradients.
-        grad_outputs: the incoming gradient for an output.
-
-    Returns:
-        The outputs, and the gradients by parameter name.
-    """
+    """Call a function and differentiate it."""
     leaves = {
         name: tensor.detach().requires_grad_(name in case.grads) for name, tensor in tensors.items()
     }

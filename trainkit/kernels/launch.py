@@ -65,15 +65,7 @@ def launches(flops: float = 0.0) -> bool:
 def run_by_triton(
     kernel: Any, programs: int, products: int, *arguments: Any, **options: int
 ) -> None:
-    """Launch by Triton's own road: for kernels next to whose time the host's is little.
-
-    Args:
-        kernel: a jitted function.
-        programs: size of the grid's only axis.
-        products: how often it multiplies and adds in products of matrices.
-        arguments: the kernel's, a tensor first.
-        options: warps and stages.
-    """
+    """Launch by Triton's own road: for kernels next to whose time the host's is little."""
     if launches(2.0 * products):
         with device_of(arguments[0]):
             kernel[(programs,)](*arguments, **options)

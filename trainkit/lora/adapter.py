@@ -47,13 +47,7 @@ class SortedConfig(LoraConfig):
 
 
 def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> LoraConfig:
-    """Build peft's configuration: every key of ``lora:`` that peft has goes there.
-
-    Args:
-        options: what to adapt and how.
-        targets: what of the model is adapted.
-        tied: the model ties its output weight to its embeddings, and one of them trains whole.
-    """
+    """Build peft's configuration: every key of ``lora:`` that peft has goes there."""
     own = {field.name for field in fields(LoraConfig)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
@@ -88,11 +82,6 @@ def attach(
         require_input_grads: let gradients reach the embeddings' output. Reentrant gradient
             checkpointing trains nothing without it; other set-ups waste a matmul on it.
         adapter_name: peft's name for the adapter.
-
-    Raises:
-        ModelError: a name in ``target_modules``, ``target_parameters`` or ``modules_to_save``
-            matches nothing.
-        RecipeError: the options do not go together, or not with what is adapted.
     """
     with with_shapes(model):
         targets = resolve_and_check(model, options)
@@ -132,15 +121,7 @@ def attach(
 
 
 def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions:
-    """The same, with embedding and head trained whole, as they must be where tokens were added.
-
-    Args:
-        options: what is adapted.
-        model: the base, which has rows for the tokens.
-
-    Raises:
-        RecipeError: adapters are asked for on one of the two.
-    """
+    """The same, with embedding and head trained whole, as they must be where tokens were added."""
     ends = vocabulary_ends(model)
     _refuse_targets(options, ends, "with model.add_tokens")
     saved = options.modules_to_save
@@ -155,17 +136,7 @@ def load_adapter(
     trainable: bool = False,
     adapter_name: str = "default",
 ) -> PeftModel:
-    """Put saved adapters on a base model.
-
-    Args:
-        model: the base the adapter was trained on.
-        directory: where ``save_pretrained`` of a peft model wrote.
-        trainable: leave the adapter trainable (to go on training).
-        adapter_name: peft's name for the adapter.
-
-    Raises:
-        CheckpointError: the directory holds no adapter, or a damaged one.
-    """
+    """Put saved adapters on a base model."""
     path = Path(directory)
     if not (path / "adapter_config.json").is_file():
         raise CheckpointError(
@@ -210,11 +181,7 @@ def load_adapter(
 
 
 def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequence[str]) -> None:
-    """Refuse weights and a configuration that are not of one adapter; peft takes what fits.
-
-    Raises:
-        CheckpointError: an adapted module has no weights, or weights go to no module.
-    """
+    """Refuse weights and a configuration that are not of one adapter; peft takes what fits."""
     missing = next((each for each in said if "missing adapter keys" in each), None)
     wrong = "" if missing is None else "adapted modules have no weights in it"
     file = path / "adapter_model.safetensors"
@@ -241,9 +208,6 @@ def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
 
     An adapter is on its own end only, and merging it unties the two. peft would tie the adapters of
     both ends as views of one storage, which the first change of dtype or device takes apart.
-
-    Raises:
-        RecipeError: one end trains whole, and an adapter is asked for on the other.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embeddings.weight:

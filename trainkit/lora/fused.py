@@ -43,12 +43,7 @@ from trainkit.parallel.parameters import is_whole
 def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
     """Swap the fused adapters into a model with peft adapters, in place.
 
-    Args:
-        model: a model with adapters attached, before DeepSpeed, DDP or FSDP wrap it.
-        ops: which of `OPS` to fuse; the others stay peft's.
-
-    Returns:
-        The report, with ``revert()``.
+    It comes before DeepSpeed, DDP or FSDP wrap the model.
 
     Raises:
         PatchError: the model is fused already, or it has no LoRA adapter; an op is unknown; a

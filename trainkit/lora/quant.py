@@ -26,15 +26,7 @@ from trainkit.options.model import ALL
 
 
 def refuse_unfit_device(quantize: str, device: torch.device) -> None:
-    """Refuse fp8 where it cannot run, before anything is loaded.
-
-    Args:
-        quantize: a row of the table of linear layers.
-        device: where the model will train.
-
-    Raises:
-        RecipeError: with the reason.
-    """
+    """Refuse fp8 where it cannot run, before anything is loaded."""
     if quantize != "fp8":
         return
     if reason := why_no_fp8(device):
@@ -52,15 +44,6 @@ def refuse_unpacked_experts(
 
     Linear layers are packed; experts are parameters of three dimensions in transformers 5,
     and they are most of such a model. The model is built without memory for its weights.
-
-    Args:
-        config: the model's.
-        name: the model, for the message.
-        quantize: what it is packed to.
-        trust_remote_code: run code that comes with the model.
-
-    Raises:
-        RecipeError: with what would be packed and what would not, or cannot be.
     """
     model = empty_model(config, trust_remote_code=trust_remote_code)
     refuse_read_weights(model, quantize)
@@ -94,15 +77,7 @@ def base_with_packed_experts(
 
 
 def refuse_read_weights(model: PreTrainedModel, quantize: str) -> None:
-    """Refuse to pack a layer whose weight the model reads itself: it would read codes.
-
-    Args:
-        model: one without memory does.
-        quantize: what it is packed to.
-
-    Raises:
-        RecipeError: naming the layer and who reads it.
-    """
+    """Refuse to pack a layer whose weight the model reads itself: it would read codes."""
     away = outside_text(model)
     head = model.get_output_embeddings()  # stays as it is
     for name, holder in read_weights(model).items():

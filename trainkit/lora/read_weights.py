@@ -23,11 +23,7 @@ _NOTHING = "return None"
 
 
 def read_weights(model: nn.Module) -> dict[str, str]:
-    """Full name of each linear layer whose weight another module reads: that module's class.
-
-    Args:
-        model: one without memory does.
-    """
+    """Full name of each linear layer whose weight another module reads: that module's class."""
     found = {}
     for name, module in model.named_modules():
         kind: Any = type(module)

@@ -37,8 +37,6 @@ class Targets:
     """What peft adapts.
 
     Attributes:
-        modules: peft's ``target_modules``: a string or names.
-        parameters: peft's ``target_parameters``.
         experts: those of them that are every expert's.
     """
 
@@ -55,10 +53,6 @@ _FIX = {
 
 def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
     """What peft adapts, held against every list of names and the sizes of the layers.
-
-    Args:
-        model: before adapters; one without weights does.
-        options: the recipe's ``lora``.
 
     Raises:
         ModelError: a name of any list matches nothing, or a pattern has no end, or ``all-linear``

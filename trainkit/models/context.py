@@ -15,11 +15,7 @@ def learned_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """The positions a model knows, its rope scaling included; None where it sets no bound.
-
-    Args:
-        config: of a model, or of the text model inside one.
-    """
+    """The positions a model knows, its rope scaling included; None where it sets no bound."""
     config = {**config, **(config.get("text_config") or {})}
     table = learned_positions(config)
     if table is not None:

@@ -24,15 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def check_model_files(directory: Path, *, with_weights: bool) -> None:
-    """Refuse a directory whose files are cut, damaged, or not all there.
-
-    Args:
-        directory: of the model.
-        with_weights: whether the weights are read, and not only the configuration.
-
-    Raises:
-        ModelError: naming the file and what is wrong with it.
-    """
+    """Refuse a directory whose files are cut, damaged, or not all there."""
     if not (directory / "config.json").exists() and (directory / "adapter_config.json").exists():
         raise ModelError(
             "this is an adapter, and no model",
@@ -108,11 +100,7 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _tensors(file: Path) -> set[str]:
-    """The names in a safetensors file, its length proved; for a pickle only that it is complete.
-
-    Raises:
-        ModelError: the file was cut, or is something else.
-    """
+    """The names in a safetensors file, its length proved; for a pickle only that it is complete."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         begins = stream.read(8)
@@ -154,9 +142,6 @@ def check_tokenizer_files(directory: Path, tokenizer: PreTrainedTokenizerBase) -
     """Refuse a directory whose tokenizer was made of nothing.
 
     Without files transformers makes an empty one, which turns every text into no tokens.
-
-    Raises:
-        ModelError: none of the files that its class reads is there.
     """
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
     if any((directory / name).exists() for name in names) or len(tokenizer) > _FEW_TOKENS:

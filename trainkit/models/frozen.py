@@ -26,9 +26,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]
 
     Returns:
         What is frozen by this, by name.
-
-    Raises:
-        ModelError: a pattern names nothing, or nothing is left to train.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     num_layers = 1 + max(_layers_of(trained), default=-1)

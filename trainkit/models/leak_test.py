@@ -42,13 +42,6 @@ def leak_test(
     Runs three forward passes over 128 tokens in evaluation mode, without gradients; 32 more where a
     logit moved, to see how the plain model rounds.
 
-    Args:
-        model: takes a packed batch as the collator makes it; on the device it trains on.
-        attention: the implementation's name, for the error.
-        vocab_size: tokens are drawn below it.
-        seed: of the tokens.
-        split: how rows are shared by ranks, which call this together.
-
     Returns:
         The largest change of a logit of the changed documents, which shows the test could see one.
 
@@ -100,12 +93,6 @@ def image_leak_test(
     model: nn.Module, batch: dict[str, Any], *, token_id: int, attention: str
 ) -> float | None:
     """Change the last image of a packed batch, and watch the logits of every other document.
-
-    Args:
-        model: on the device it trains on.
-        batch: from the collator, on that device: packed rows, with ``pixel_values``.
-        token_id: of the placeholders.
-        attention: the implementation's name, for the error.
 
     Returns:
         The largest change of a logit of the image's own document; None where there is no other.
@@ -179,9 +166,7 @@ def _documents() -> list[tuple[int, int, int]]:
 def packed_bounds(lengths: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor, int]:
     """What a packing collator says about rows of documents.
 
-    Args:
-        lengths: of the documents in each row.
-        row_length: rows are padded to it; the padding counts as one more document.
+    The padding of a row is one more document.
 
     Returns:
         position_ids (B, row_length), cu_seqlens (documents + 1,) int32 over the flattened batch,

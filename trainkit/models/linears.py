@@ -130,11 +130,7 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def packed_kind(quantize: str) -> LinearKind:
-    """The row that ``lora.quantize`` names.
-
-    Raises:
-        RecipeError: there is no such row.
-    """
+    """The row that ``lora.quantize`` names."""
     kind = LINEARS.get(quantize)
     if kind is None or not kind.packs:
         known = ", ".join(name for name, kind in LINEARS.items() if kind.packs)
@@ -146,13 +142,6 @@ def quantization_config(
     quantize: str = "nf4", compute_dtype: torch.dtype = torch.bfloat16
 ) -> BitsAndBytesConfig | None:
     """The ``quantization_config`` for ``from_pretrained`` of a frozen base.
-
-    Args:
-        quantize: a row that can be loaded.
-        compute_dtype: what the weights are dequantised to and the products run in.
-
-    Returns:
-        None for a kind that is made of the plain model.
 
     Raises:
         RecipeError: there is no such row, or a package that it needs is not installed.

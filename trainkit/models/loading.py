@@ -74,13 +74,7 @@ def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]
 def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
     """Refuse a path that looks local and is not there, before anything is imported or fetched.
 
-    Args:
-        source: where it is.
-        is_model: whether a model is loaded from there; an adapter's directory serves where only
-            the tokenizer is.
-
-    Raises:
-        ModelError: naming the absolute path, or the file of the directory that is damaged.
+    An adapter's directory serves where only the tokenizer is loaded.
     """
     path = local_path(source.name_or_path)
     if path is None:
@@ -108,11 +102,7 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
 
 
 def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with the tokens that the recipe adds.
-
-    Raises:
-        ModelError: there is none at that path, or the hub cannot be reached.
-    """
+    """Load the tokenizer, with the tokens that the recipe adds."""
     source_path, options = from_pretrained_arguments(source)
     directory = with_sound_normalizer(Path(source_path))
     with _explained(source, "tokenizer"):
@@ -143,22 +133,13 @@ def _check_template(template: object, source: ModelOptions) -> None:
 
 
 def new_tokens(source: ModelOptions) -> NewTokens:
-    """What the recipe's tokens are to the model's own tokenizer.
-
-    Raises:
-        ModelError: there is no tokenizer.
-        RecipeError: the tokens cannot be read.
-    """
+    """What the recipe's tokens are to the model's own tokenizer."""
     plain = source.replace(add_tokens=None, add_special_tokens=None)
     return teach(load_tokenizer(plain), source)
 
 
 def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
-    """What the model's own generation settings stop at; empty where it has none.
-
-    Raises:
-        ModelError: the settings cannot be read, or stop at what is no token.
-    """
+    """What the model's own generation settings stop at; empty where it has none."""
     source_path, options = from_pretrained_arguments(source)
     if "gguf_file" in options:
         return ()
@@ -188,11 +169,7 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
 
 
 def load_config(source: ModelOptions) -> PreTrainedConfig:
-    """Read the model's configuration.
-
-    Raises:
-        ModelError: there is none at that path, or the hub cannot be reached.
-    """
+    """Read the model's configuration."""
     source_path, options = from_pretrained_arguments(source)
     with _explained(source, "configuration"):
         config = AutoConfig.from_pretrained(source_path, **options)
@@ -211,8 +188,7 @@ def load_config(source: ModelOptions) -> PreTrainedConfig:
 def can_set_attention(config: PreTrainedConfig) -> bool:
     """Whether a loaded model of this kind can be given another attention; older classes cannot.
 
-    Args:
-        config: the model's own; of a class with code of its own nothing is known: False.
+    Of a class with code of its own nothing is known: False.
     """
     mapping = auto_class(config)._model_mapping
     found = mapping.get(type(config), None)
@@ -241,9 +217,6 @@ def load_model(
         load_part: loads what this rank holds of the model; the rest is on the meta device.
         reads_parts: says of a model on the meta device whether ranks read their parts of it when
             it is sharded; it is then returned without weights, if its files can be read so.
-
-    Raises:
-        ModelError: the weights are missing or unreadable, or the hub cannot be reached.
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
@@ -433,11 +406,7 @@ def _explained(source: ModelOptions, part: str) -> Any:
 
 
 def device_named(name: str | None) -> torch.device:
-    """``cpu``, ``cuda``, ``cuda:1``; the GPU if there is one for ``auto`` and None.
-
-    Raises:
-        ModelError: there is no such device, here or at all.
-    """
+    """``cpu``, ``cuda``, ``cuda:1``; the GPU if there is one for ``auto`` and None."""
     if name in (None, "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fix = "write cpu, cuda, or cuda:1 for the second GPU"

@@ -319,8 +319,7 @@ def _log_once(reason: str) -> None:
 def take_row_losses(heads: Iterable[LossHead]) -> torch.Tensor | None:
     """(B, S) the row losses of the batch just computed, aligned with the hidden states.
 
-    Args:
-        heads: of one model (peft may keep a trained copy next to the original).
+    peft may keep a trained copy next to the original head.
 
     Returns:
         None when no loss has come out of a head that ``keeps_row_losses`` since the last call.
@@ -348,10 +347,6 @@ def takes_loss_from_head(model: nn.Module) -> bool:
 
 def take_counts(model: nn.Module, *, training: bool = True) -> torch.Tensor | None:
     """Correct and trained tokens since the last call, (2,) int64 on the device, without waiting.
-
-    Args:
-        model: holds the head, under any wrapper.
-        training: the counts of training mode, or those of evaluation mode.
 
     Returns:
         None when no loss has come out of a head since.
@@ -399,13 +394,7 @@ def _rounded(scale: float) -> float:
 
 
 class LazyLogits:
-    """(..., V) logits of hidden states (..., H).
-
-    Args:
-        hidden: the hidden states.
-        call: the call of the model that these are of.
-        change: what was done to them.
-    """
+    """(..., V) logits of hidden states (..., H)."""
 
     def __init__(self, hidden: Tensor, call: LossCall, change: LogitsChange) -> None:
         self.hidden, self.call, self.change = hidden, call, change
@@ -559,7 +548,6 @@ class LossCall:
     Attributes:
         head: what the model calls for logits: the output layer, or peft's wrapper of it.
         linear: hidden states to logits, by the layer that has the weight.
-        vocab_size: V.
         num_items: what the loss is divided by; None for the number of trained tokens.
         num_trained: trained tokens, where somebody has counted them.
         shift_labels: labels that are aligned already, (B, S).
@@ -586,15 +574,7 @@ class LossCall:
         vocab_size: int,
         **options: Any,
     ) -> Tensor:
-        """What transformers' ``ForCausalLMLoss`` is for logits.
-
-        Args:
-            plain: that function, for logits that somebody has computed.
-            logits: (B, S, V).
-            labels: (B, S), not shifted.
-            vocab_size: V.
-            options: whatever the model hands over.
-        """
+        """What transformers' ``ForCausalLMLoss`` is for logits."""
         named = {"num_items_in_batch": self.num_items, "shift_labels": self.shift_labels}
         if self.ignore_index is not None:
             named["ignore_index"] = self.ignore_index
@@ -688,13 +668,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
 def losses_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The loss of each target, (B, S) in fp32 (fp64 for fp64).
-
-    Args:
-        logits: (B, S, V).
-        targets: (B, S), each the label of the token that its logits predict.
-        label_smoothing: share of the target spread evenly over the vocabulary.
-    """
+    """The loss of each target, (B, S) in fp32 (fp64 for fp64)."""
     rows = logits.flatten(0, 1)
     wanted = targets.flatten().to(rows.device)
     chunk = max(1, _CHUNK_ELEMENTS // rows.shape[1])

@@ -75,22 +75,14 @@ class PatchReport:
 
     @property
     def plan(self) -> Plan:
-        """What was found in the model.
-
-        Raises:
-            PatchError: the report is of fused adapters alone.
-        """
+        """What was found in the model."""
         if self._plan is None:
             raise PatchError("a report of fused adapters alone has no plan")
         return self._plan
 
     @property
     def model(self) -> nn.Module:
-        """The patched model, which the report does not keep alive.
-
-        Raises:
-            PatchError: the model is gone.
-        """
+        """The patched model, which the report does not keep alive."""
         return self._swaps.model
 
     @property
@@ -263,11 +255,7 @@ def _row(
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse the name of an op that is not known, with the nearest one.
-
-    Raises:
-        PatchError: there is one.
-    """
+    """Refuse the name of an op that is not known, with the nearest one."""
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -291,11 +279,7 @@ _FOREIGN = "liger_kernel"
 
 
 def refuse_replaced(model: nn.Module) -> None:
-    """Refuse a process in which another library has replaced the model's classes or functions.
-
-    Raises:
-        PatchError: naming what it replaced.
-    """
+    """Refuse a process in which another library has replaced the model's classes or functions."""
     candidates: dict[str, object] = {
         "torch.nn.functional.cross_entropy": functional.cross_entropy,
     }

@@ -72,9 +72,6 @@ WAYS: Mapping[Way, Callable[[_Checkpoint, Travel], _Checkpoint] | None] = {
 class Recomputed:
     """The layers of a model that can recompute.
 
-    Args:
-        model: transformers' or peft's.
-
     Raises:
         PatchError: it has no layer that transformers can checkpoint.
     """
@@ -95,11 +92,7 @@ class Recomputed:
         return every(len(self.layers), 1, "full")
 
     def apply(self, ways: Sequence[Way]) -> None:
-        """Have every layer do as it is told, from the next forward pass on.
-
-        Args:
-            ways: one for each layer.
-        """
+        """Have every layer do as it is told, from the next forward pass on."""
         travel = Travel()
         for layer, plain, way in zip(self.layers, self._plain, ways, strict=True):
             make = WAYS[way]
@@ -312,10 +305,7 @@ of its width, the copies' with the width."""
 def pays(model: nn.Module, config: PretrainedConfig, setting: bool | Literal["auto"]) -> bool:
     """Whether the inputs of recomputed layers go to the host, as a recipe asks for it.
 
-    Args:
-        model: on a CPU nothing travels.
-        config: the model's.
-        setting: ``auto`` leaves models alone that are narrower than `MIN_WIDTH`.
+    ``auto`` leaves models alone that are narrower than `MIN_WIDTH`; on a CPU nothing travels.
     """
     if not any(parameter.is_cuda for parameter in model.parameters()):
         return False
@@ -350,8 +340,7 @@ class _Away:
 class Travel:
     """The way of a model's activations to the host and back, layer after layer.
 
-    Args:
-        min_bytes: tensors smaller than this stay; `MIN_BYTES` where nothing is said.
+    Tensors smaller than ``min_bytes`` stay.
     """
 
     def __init__(self, min_bytes: int | None = None) -> None:

@@ -32,17 +32,7 @@ _BY_LENGTH = frozenset({"dynamic", "longrope"})
 def refuse_unsplittable(
     model: PreTrainedModel, split: RowSplit, *, attention: str, takes_num_items: bool
 ) -> None:
-    """Stop where the parts of a row would not add up to the row.
-
-    Args:
-        model: without adapters around it.
-        split: which ranks share rows.
-        attention: what was chosen for it.
-        takes_num_items: its class divides a sum of losses by a number that it is given.
-
-    Raises:
-        ModelError: with the reason.
-    """
+    """Stop where the parts of a row would not add up to the row."""
     text: Any = model.config.get_text_config()
     kind = model.config.model_type
     reason = None
@@ -66,20 +56,7 @@ def refuse_unsplittable(
 
 
 def row_test(model: nn.Module, split: RowSplit, *, vocab_size: int, dtype: torch.dtype) -> float:
-    """Compare parts of rows with whole rows; all ranks call it together.
-
-    Args:
-        model: as it is trained, wrapped.
-        split: which ranks share rows.
-        vocab_size: tokens are drawn below it.
-        dtype: the narrowest that it computes in.
-
-    Returns:
-        The distance of the logits, relative to their size.
-
-    Raises:
-        ModelError: they differ by more than rounding explains.
-    """
+    """Compare parts of rows with whole rows; all ranks call it together."""
     device = next(model.parameters()).device
     eps, floor = roundings(dtype, device)
     with evaluation_mode(model), torch.no_grad():

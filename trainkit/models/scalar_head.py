@@ -78,11 +78,7 @@ def name_scalar_head(directory: Path, config: transformers.PreTrainedConfig) -> 
 
 
 class LastStates:
-    """Scores of texts in a batch: a hook on the layers below the head, within the model's forward.
-
-    Args:
-        model: with its scalar head, not wrapped.
-    """
+    """Scores of texts in a batch: a hook on the layers below the head, within its forward."""
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapters(model)
@@ -98,13 +94,7 @@ class LastStates:
             self._scores = self._head(states.index_select(0, self._places))[:, 0]
 
     def of(self, model: nn.Module, inputs: Mapping[str, Any], places: Tensor) -> Tensor:
-        """(N,) fp32 (fp64 for fp64).
-
-        Args:
-            model: as it is called in training.
-            inputs: of its forward, without labels.
-            places: (N,) of the texts' last tokens, in the flattened batch.
-        """
+        """(N,) fp32 (fp64 for fp64)."""
         self._places, self._scores = places, None
         try:
             model(**inputs, **({"logits_to_keep": 1} if self._keeps else {}))

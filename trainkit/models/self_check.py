@@ -306,13 +306,7 @@ _TIMED_CALLS = 5
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op as the model made it.
-
-    Args:
-        spec: the op's, with the very function that the model called.
-        tensors: the tensor arguments by parameter name, detached.
-        case: the other arguments, and which tensors wanted a gradient.
-    """
+    """One call of an op as the model made it."""
 
     spec: OpSpec
     tensors: dict[str, Tensor]

@@ -32,12 +32,6 @@ def skeleton(
 ) -> PreTrainedModel | None:
     """A model without its weights.
 
-    Args:
-        load: ``from_pretrained``, with more of its arguments.
-        source_path: the model's directory, or its name on the hub.
-        device: where its buffers (tables of the rotary embedding) are made.
-        is_wanted: of a model on the meta device: whether ranks are to read their parts.
-
     Returns:
         None where it is not wanted, or where its files have to be converted to be read.
     """
@@ -79,10 +73,6 @@ def standing_in(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within, weights without memory seem to be on a device, each with one element behind it.
 
     peft puts adapters where the weights are that they adapt.
-
-    Args:
-        model: a skeleton; what is done to ``requires_grad`` within stays.
-        device: where adapters are to be.
     """
     aside = []
     for module in model.modules():
@@ -109,11 +99,7 @@ def random_model(
 ) -> PreTrainedModel:
     """A whole model.
 
-    Args:
-        loader: an Auto class.
-        config: of the model.
-        device: where it is made; None leaves it to DeepSpeed, which shards while it makes it.
-        options: ``dtype``, ``attn_implementation``, and ``trust_remote_code``.
+    Without a device DeepSpeed shards it while it makes it.
     """
     with nullcontext() if device is None else torch.device(device):
         model: PreTrainedModel = loader.from_config(config, **options)
@@ -128,12 +114,6 @@ def random_part(
 
     Every rank draws all weights, one module after another, and keeps its own; so what several ranks
     hold is the same, and no rank has memory for more than its part and one module.
-
-    Args:
-        model_class: as `trainkit.parallel.engine.Engine.load_part` gives it.
-        config: of the model.
-        device: where it is made.
-        options: ``dtype`` and ``attn_implementation``.
     """
     with torch.device("meta"):
         model = model_class._from_config(config, **options)

@@ -76,12 +76,7 @@ class Swaps:
     """
 
     def __init__(self, model: nn.Module, plan: Mapping[nn.Module, type[nn.Module]]) -> None:
-        """Swap the classes in.
-
-        Args:
-            model: holds the modules.
-            plan: module to the generated class (of `subclass_of`) that it gets.
-        """
+        """Swap the classes in."""
         self._model = weakref.ref(model)
         self._classes = set(plan.values())
         for module, made in plan.items():
@@ -89,11 +84,7 @@ class Swaps:
 
     @property
     def model(self) -> nn.Module:
-        """The model.
-
-        Raises:
-            PatchError: it is gone.
-        """
+        """The model."""
         model = self._model()
         if model is None:
             raise PatchError("the patched model no longer exists")

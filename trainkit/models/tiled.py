@@ -28,10 +28,6 @@ _Run = Callable[[Tensor], Tensor]
 def tile(model: nn.Module, chunk_tokens: int | None) -> Swaps:
     """Have every feed-forward block compute at most so many tokens at a time.
 
-    Args:
-        model: with its kernels and adapters in place.
-        chunk_tokens: tokens of a tile; None leaves the blocks whole.
-
     Raises:
         PatchError: no block of the model is known.
     """

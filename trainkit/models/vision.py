@@ -30,18 +30,7 @@ TOWER_ATTENTION = "sdpa"
 
 
 def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Take gradients from the parts that do not train.
-
-    Args:
-        model: of text alone, or with a tower.
-        train: ``model.train``: of text, projector and vision.
-
-    Returns:
-        What no text reaches and does not train, by name.
-
-    Raises:
-        ModelError: a part is named that the model has not.
-    """
+    """Take gradients from the parts that do not train."""
     outside = outside_text(model)
     chosen: set[int] = set()
     for part in train:
@@ -79,9 +68,6 @@ def _projector(model: PreTrainedModel, family: VisionFamily) -> Iterable[nn.Para
 
 class Sight:
     """Hooks on a model that is trained on rows with images.
-
-    Args:
-        model: of a type in `VISION`, before adapters.
 
     Attributes:
         is_everywhere: every batch calls the modules that see, where they train; set when training

@@ -42,15 +42,7 @@ class NewTokens:
 
 
 def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens:
-    """Add the tokens of ``model.add_tokens`` and ``add_special_tokens``, in place.
-
-    Args:
-        tokenizer: as it came with the model.
-        source: names the tokens.
-
-    Raises:
-        RecipeError: a file of tokens cannot be read, or a token is blank or given twice.
-    """
+    """Add the tokens of ``model.add_tokens`` and ``add_special_tokens``, in place."""
     ordinary, special = source.tokens()
     vocabulary = tokenizer.get_vocab()
     new = {
@@ -72,9 +64,7 @@ def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens
 def grow(model: PreTrainedModel, new: NewTokens) -> None:
     """Give embedding and head rows for new tokens, which begin as the mean of their pieces' rows.
 
-    Args:
-        model: as it was loaded; nothing has been swapped in.
-        new: what `teach` returned. Rows that the model has beyond its tokenizer are used first.
+    Rows that the model has beyond its tokenizer are used first.
     """
     if not new.pieces:
         return
@@ -103,11 +93,7 @@ def vocabulary_ends(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def refuse_frozen_tokens(model: PreTrainedModel) -> None:
-    """Added tokens whose rows never train would stay the mean of their pieces.
-
-    Raises:
-        RecipeError: ``model.frozen`` names the embedding or the head.
-    """
+    """Added tokens whose rows never train would stay the mean of their pieces."""
     for name, module in vocabulary_ends(model).items():
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise RecipeError(
@@ -118,12 +104,7 @@ def refuse_frozen_tokens(model: PreTrainedModel) -> None:
 
 
 def describe_new_tokens(new: NewTokens, rows: int | None) -> str:
-    """A line for the console.
-
-    Args:
-        new: what `teach` returned.
-        rows: of the embedding before.
-    """
+    """A line for the console."""
     parts = []
     if new.pieces:
         first, last = min(new.pieces), max(new.pieces)

@@ -37,11 +37,7 @@ _NORMAL = 1.959963984540054
 
 
 class Ratios:
-    """Figures that are a sum over a count, such as means, since the last `take`.
-
-    Args:
-        names: theirs, in order.
-    """
+    """Figures that are a sum over a count, such as means, since the last `take`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -152,11 +148,7 @@ class AnswerLoss:
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Each item's loss, and the figures.
 
-        Args:
-            sums: (A,) log-probabilities of the answers.
-            reference: (A, columns), what `scores` was before training; None without one.
-            lengths: (A,) tokens.
-            is_real: (items,); the others' losses may be any finite number.
+        Of items that are not real the losses may be any finite number.
         """
         raise NotImplementedError
 
@@ -194,11 +186,8 @@ OTHER = "other_"
 class AnswerDataset:
     """Items are the samples that belong together, or those of a packed row; they are never split.
 
-    Args:
-        data: the samples of a row of the file are neighbours.
-        shape: of the rows.
-        seed: of the mixture and the packing; None keeps the order of the files.
-        together: samples of an item.
+    The samples of a row of the file are neighbours, ``together`` an item; without a seed they keep
+    the order of the files.
 
     Attributes:
         reference: (N, columns) what the reference model says of each sample; None where nobody has

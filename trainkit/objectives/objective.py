@@ -31,7 +31,6 @@ class RowShape:
     Attributes:
         max_length: tokens of a packed row, padding included; of a sample, at most.
         pad_token_id: fills what is left of a row.
-        packing: several samples a row, or one.
         sources: what to call each source in the log, where their losses are kept apart.
         multiple: the length of a row is a multiple of this.
         vision: how the model takes images, or why none are read for it; None of a model of text.
@@ -53,7 +52,6 @@ class LossSetup:
         model: what is trained, not wrapped yet.
         takes_num_items: its class divides a sum of losses by a number that it is given
             (transformers' ``accepts_loss_kwargs``).
-        label_smoothing: of the recipe.
         chunk_tokens: tokens whose logits exist at a time; None is the kernel's default.
         keeps_gradient: a second backward pass through the loss must be right.
         train_sources, eval_sources: the sources kept apart; empty where they are not.
@@ -156,13 +154,7 @@ class Loss(Protocol):
     def training(
         self, model: nn.Module, inputs: dict[str, Any], step: Step
     ) -> tuple[torch.Tensor, Any]:
-        """A micro-batch's part of the step's loss (`Step.share`), and the model's outputs if any.
-
-        Args:
-            model: as it is trained, wrapped.
-            inputs: the batch on the device.
-            step: which part it is.
-        """
+        """A micro-batch's part of the step's loss (`Step.share`), and the model's outputs."""
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
         """The losses of an evaluation batch; without gradients."""
@@ -186,7 +178,6 @@ class Objective:
     """One row of the table: what is optimised.
 
     Attributes:
-        name: in recipes.
         formats: the names of ``FORMATS`` whose rows it takes; None takes those that no other
             objective claims.
         packs: it can train on rows of several samples.
@@ -198,7 +189,6 @@ class Objective:
         takes_images: its rows may have images.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
-        loss: the loss on a model.
     """
 
     name: str
@@ -282,7 +272,6 @@ class TrainingData:
     """A map-style dataset with everything the loaders need to know about it.
 
     Attributes:
-        samples: in the order of an epoch.
         collator: turns a list of samples into a batch, counts included.
         without_training: turns a sample into one of which nothing is trained.
         sources: what to call each source in the log, where their losses are kept apart; batches

@@ -21,11 +21,7 @@ from trainkit.options import PreferenceOptions
 def dpo_losses(chosen: Tensor, rejected: Tensor, options: PreferenceOptions) -> Tensor:
     """Each pair's loss.
 
-    Args:
-        chosen: (pairs,) log-ratios of the better answers to the reference model.
-        rejected: those of the worse ones.
-        options: ``beta`` is given. Both ratios are divided by the answers' tokens already where
-            that is wanted.
+    Where that is wanted, the ratios are divided by the answers' tokens already.
     """
     beta, wrong = float(options.beta or 0.1), options.label_smoothing
     margin = beta * (chosen - rejected)

@@ -22,9 +22,6 @@ _LAYER = re.compile(r"\.(\d+)\.")
 class Routing:
     """The routers' loss and the loads of experts since the last `take`.
 
-    Args:
-        model: with experts whose weights lie in stacks, adapted or not.
-
     Attributes:
         sums: float64: the loss and its weight, then how many tokens each expert of each layer got.
         layers: the names of the layers, and how many experts they have.
@@ -148,11 +145,7 @@ def _tails(ids: Tensor, positions: Tensor | None, targets: Tensor | None) -> Ten
 
 
 class Together:
-    """Several figures as one.
-
-    Args:
-        parts: each with the ``shape`` of its sums.
-    """
+    """Several figures as one."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts

@@ -202,10 +202,6 @@ class SourceLosses:
     A loss head hands over the losses of its rows; where a model computes logits instead, they are
     read once more, in chunks.
 
-    Args:
-        model: what is trained, under any wrapper.
-        labels: what the sources are called in the log; their places are the ``source_ids``.
-
     Attributes:
         shape: of the sums.
         sums: (2, G) float64 since the last `take`: losses and trained tokens; None before a batch.
@@ -229,11 +225,7 @@ class SourceLosses:
     ) -> None:
         """Add the batch that just went through the model.
 
-        Args:
-            source_ids: (B, S), the source of each target; other numbers than 0..G-1 count nowhere.
-            targets: (B, S), what each token is to predict: the label of the next one.
-            logits: (B, S, V), or None where the loss came out of the head.
-            label_smoothing: for losses from logits.
+        Sources other than 0..G-1 count nowhere.
         """
         losses = take_row_losses(self._heads)
         if logits is not None:
@@ -256,12 +248,7 @@ class SourceLosses:
         return sums
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
-        """What the log says: ``loss/NAME`` and ``num_trained_tokens/NAME`` of sources that came up.
-
-        Args:
-            sums: what `take` gave, summed over the ranks and flattened.
-            prefix: of the keys.
-        """
+        """What the log says: ``loss/NAME`` and ``num_trained_tokens/NAME`` of sources."""
         count = len(self.labels)
         found: dict[str, float] = {}
         for label, loss, trained in zip(self.labels, sums[:count], sums[count:], strict=True):

@@ -34,11 +34,7 @@ def formats_of(objective: Objective) -> frozenset[str]:
 
 
 def sources_of(objective: Objective, sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Sources with the formats an objective takes; ``auto`` is its only one, if it has only one.
-
-    Raises:
-        RecipeError: a source has a format of rows that the objective cannot train on.
-    """
+    """Sources with the formats an objective takes; ``auto`` is its only one, if it has only one."""
     taken = formats_of(objective)
     found = []
     for source in sources:
@@ -56,11 +52,7 @@ def sources_of(objective: Objective, sources: Iterable[Source]) -> tuple[Source,
 def refuse_unfit_feeding(
     objective: Objective, *, packing: bool, streaming: bool, splits_rows: bool = False
 ) -> None:
-    """Stop where the data section asks for what an objective cannot do.
-
-    Raises:
-        RecipeError: naming the key.
-    """
+    """Stop where the data section asks for what an objective cannot do."""
     for is_asked, can, what, key in (
         (packing, objective.packs, "does not train on packed rows", "data.packing"),
         (streaming, objective.streams, "needs all rows before it begins", "data.streaming"),

@@ -353,9 +353,6 @@ def read_tokens(choice: str | Sequence[str], key: str) -> tuple[str, ...]:
     Args:
         choice: the tokens, or the path of a text file with one a line; blank lines do not count.
         key: of the recipe, for messages.
-
-    Raises:
-        RecipeError: the file cannot be read, or a token is blank or given twice.
     """
     if not isinstance(choice, str):
         return _checked(choice, key, [key] * len(choice))

@@ -200,11 +200,7 @@ class ModelOptions(Section):
         return self.add_tokens is not None or self.add_special_tokens is not None
 
     def tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens to add, the ordinary and the special ones; files are read.
-
-        Raises:
-            RecipeError: a file cannot be read, or a token is blank, given twice or both.
-        """
+        """The tokens to add, the ordinary and the special ones; files are read."""
         ordinary, special = (
             () if choice is None else read_tokens(choice, f"model.{key}")
             for key, choice in (

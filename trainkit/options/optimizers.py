@@ -20,11 +20,8 @@ class Argument:
     """One of ``training.optim_args``, which are text.
 
     Attributes:
-        name: as it is written there.
         kind: ``float``, ``int``, ``bool``, or ``str``.
-        least: the smallest number.
         below: what a number is less than.
-        words: those that a text may be.
         keeps: bytes of state a trained number, where it is neither 0 nor false.
         like: the field of ``training`` that says the same; one of them may.
     """
@@ -84,12 +81,7 @@ ZERO, FSDP2 = "zero", "fsdp2"
 
 @dataclass(frozen=True)
 class Package:
-    """What has to be installed.
-
-    Attributes:
-        module: as Python imports it.
-        pip: what ``pip install`` takes.
-    """
+    """What has to be installed."""
 
     module: str
     pip: str
@@ -103,7 +95,6 @@ class Optimizer:
     """One row.
 
     Attributes:
-        name: as recipes write it.
         about: what it keeps for each trained number.
         matrix_bytes: of state for a number of a layer's matrix, on the GPU.
         embedding_bytes: for one of the embedding.
@@ -441,12 +432,7 @@ _SERVED_AS, _NEAR = _turned(_THE_SAME), _turned(_NEAREST)
 
 
 def served_as(name: str, served: Iterable[str]) -> str | None:
-    """What is the same here as another tool's optimizer; None where nothing is.
-
-    Args:
-        name: ``ao_adamw_8bit``, ``paged_adamw``, or a class, ``bitsandbytes.optim.PagedAdamW8bit``.
-        served: the names of our own.
-    """
+    """What is the same here as another tool's optimizer; None where nothing is."""
     package, _, word = name.rpartition(".")
     if package.startswith("torchao"):
         return _SERVED_AS.get("ao" + _bare(word))

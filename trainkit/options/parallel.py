@@ -82,11 +82,7 @@ class ParallelOptions(Section):
         return self.tensor * self.sequence * self.pipeline
 
     def data_ranks(self, world_size: int) -> int:
-        """How many shares the rows of a step are dealt out to.
-
-        Raises:
-            RecipeError: so many processes cannot be divided so.
-        """
+        """How many shares the rows of a step are dealt out to."""
         if world_size % self.model_ranks:
             named = ("tensor", "sequence", "pipeline")
             sizes = {name: getattr(self, name) for name in named if getattr(self, name) > 1}
@@ -188,19 +184,9 @@ class Combination:
     """What of a recipe the rows look at.
 
     Attributes:
-        parallel: how it is spread.
-        model_dtype: as the recipe has it.
-        quantize: what a frozen base is packed to, or None.
-        has_adapters: LoRA.
         is_packed: several documents share a row.
-        training: the recipe's ``training`` section.
-        attention: the implementation's name.
-        max_length: tokens of a row.
         computes_fp8: matrix products run in fp8.
         recompute: the recipe's ``recompute``, spelt out; None where nothing is recomputed.
-        optim_in_backward: weights step in the backward pass.
-        master_weights: of ``model``.
-        objective: what is optimised.
         adds_tokens: the recipe extends the vocabulary.
         mixes_dtypes: adapters train in another dtype than modules that train whole next to them.
         tiles_mlp: feed-forward blocks compute some tokens at a time.

@@ -73,11 +73,7 @@ class Section(BaseModel, metaclass=_Explained):
     on_resume: ClassVar[str] = ACTS
 
     def replace(self, **values: Any) -> "Self":
-        """The same with other values, held against the rules again.
-
-        Raises:
-            RecipeError: a value breaks a rule.
-        """
+        """The same with other values, held against the rules again."""
         kept = {key: getattr(self, key) for key in self.model_fields_set}
         return type(self)(**{**kept, **values})
 
@@ -182,11 +178,7 @@ def advice_of(error: ErrorDetails) -> str | None:
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """``name``, a word that a table decides; for a validator.
-
-    Raises:
-        PydanticKnownError: it is not in ``known``.
-    """
+    """``name``, a word that a table decides; for a validator."""
     words = [repr(word) for word in known]
     if repr(name) not in words:
         expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -28,14 +28,6 @@ def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
 
     Hosts that each have a recipe, data or packages of their own would train something that nobody
     has asked for, or wait for one another for half an hour.
-
-    Args:
-        process: this process.
-        facts: name to a plain value, or to a mapping of such.
-
-    Raises:
-        RecipeError: the same on every process: naming each that differs from process 0, and in
-            what.
     """
     if process.world_size == 1:
         return
@@ -53,13 +45,6 @@ def refuse_early_disagreement(process: ProcessRank, facts: Mapping[str, Any]) ->
     Processes meet at torchrun's own store where it has one for all of them. Else (each attempt of
     a launch with restarts on several hosts, other launchers) they meet where the process group will
     be formed: rank 0 opens the store there already.
-
-    Args:
-        process: this process.
-        facts: name to a plain value, or to a mapping of such.
-
-    Raises:
-        RecipeError: as of `refuse_disagreement`.
     """
     if process.world_size == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return

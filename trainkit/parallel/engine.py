@@ -47,9 +47,6 @@ def snapshot(value: Any) -> Any:
 
     Tensors that are one stay one. Copies from a GPU go into pinned memory, all of them at once, and
     are complete when this returns.
-
-    Args:
-        value: dictionaries, lists and tuples of tensors and plain values.
     """
     copies: _Copies = {}
     found = _copy(value, copies)
@@ -146,11 +143,7 @@ def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> torch.Tensor:
 
 
 class Ranks:
-    """All that the parts of a run ask of the others.
-
-    Args:
-        args: transformers' TrainingArguments, which have started the process group.
-    """
+    """All that the parts of a run ask of the others."""
 
     def __init__(self, args: Any) -> None:
         self.device: torch.device = args.device
@@ -196,10 +189,6 @@ class Training:
     """What a strategy trains.
 
     Attributes:
-        model: placed already.
-        optimizer: of its parameters.
-        args: transformers' TrainingArguments.
-        ranks: the processes.
         num_steps: of the run.
         averages: the optimizer averages gradients over ranks by itself.
     """
@@ -263,25 +252,13 @@ class Engine:
     # -- before there is a model ------------------------------------------------------------------
 
     def refuse_contradictions(self, training: Mapping[str, Any], *, world_size: int) -> None:
-        """Refuse settings of the engine's own file that the recipe gives otherwise.
-
-        Args:
-            training: the fields of the ``training`` section that decide the size of a step.
-            world_size: processes of the run.
-
-        Raises:
-            RecipeError: naming both.
-        """
+        """Refuse settings of the engine's own file that the recipe gives otherwise."""
 
     def prepare(self, process: ProcessRank, *, on_cpu: bool) -> None:
         """Before TrainingArguments exist."""
 
     def training_arguments(self, *, num_micro_batches: int) -> dict[str, Any]:
-        """What TrainingArguments are given besides the recipe's.
-
-        Args:
-            num_micro_batches: of an optimizer step, on each rank.
-        """
+        """What TrainingArguments are given besides the recipe's."""
         del num_micro_batches
         return {}
 
@@ -289,11 +266,7 @@ class Engine:
         """Once the process group exists, before the model is loaded."""
 
     def refuse_model(self, config: Any) -> None:
-        """Refuse a model that cannot be spread so, from its configuration alone.
-
-        Raises:
-            ModelError: with the reason.
-        """
+        """Refuse a model that cannot be spread so, from its configuration alone."""
 
     # -- the model, before it trains --------------------------------------------------------------
 
@@ -589,11 +562,6 @@ class Engine:
         return self.saved_dtype(name, parameter).itemsize
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        """A model that each rank can run by itself, after training.
-
-        Args:
-            model: as it was trained, unwrapped.
-            reload: loads the saved final model, for engines under which no rank holds all of it.
-        """
+        """A model that each rank can run by itself, after training."""
         del reload
         return model

@@ -65,10 +65,8 @@ class Fsdp2(Engine):
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Shard the model in place, over all ranks.
 
-        Args:
-            model: whole and the same on every rank, or without memory for the weights that are
-                in files; adapters and kernels are in it.
-            device: of this rank.
+        The model is whole and the same on every rank, or without memory for the weights that are in
+        files.
 
         Raises:
             ModelError: weights would be computed with in another dtype than without sharding.
@@ -114,10 +112,8 @@ class Fsdp2(Engine):
     ) -> dict[str, torch.Tensor]:
         """Gather the weights one by one; every rank calls it.
 
-        Args:
-            model: sharded.
-            keep: this rank writes them: they are moved to host memory.
-            adapters_only: leave out frozen weights, except those of the embeddings.
+        With ``keep`` this rank writes them: they go to host memory. ``adapters_only`` leaves out
+        frozen weights, except those of the embeddings.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names: dict[nn.Parameter, str] = {}
@@ -252,15 +248,7 @@ def shard(
     *,
     gathers_twice: bool,
 ) -> None:
-    """Shard a module's own parameters, those of units within it excepted.
-
-    Args:
-        unit: whole.
-        mesh: the ranks that share it.
-        half: what trained weights are rounded to before they are gathered.
-        ignored: parameters that stay whole.
-        gathers_twice: give the memory back between forward and backward.
-    """
+    """Shard a module's own parameters, those of units within it excepted."""
     left_behind = {
         name: p.quant_state for name, p in unit.named_parameters() if hasattr(p, "quant_state")
     }

@@ -35,7 +35,6 @@ class Hosts:
         number: of hosts, as torchrun takes it: ``2``, or a range ``1:4``.
         rank: of this host, from 0.
         address: of host 0, as all hosts reach it.
-        port: there.
         job: what tells this launch from every other, the same on all hosts; None where nobody
             said.
     """
@@ -53,12 +52,7 @@ class Hosts:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Hosts":
-        """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and TRAINKIT_JOB, or what srun sets.
-
-        Raises:
-            RecipeError: one of them is not a number that can be, or srun started more than one
-                task a host.
-        """
+        """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and TRAINKIT_JOB, or what srun sets."""
         given = os.environ if environment is None else environment
         variables = {**_of_slurm(given), **{name: text for name, text in given.items() if text}}
         number, last = _number_of_hosts(variables)
@@ -88,11 +82,7 @@ class Hosts:
     def check_reachable(self, *, seconds: float) -> None:
         """See that the hosts can meet, before anything slow is started on them.
 
-        Args:
-            seconds: to wait for host 0, which may be started later.
-
-        Raises:
-            RecipeError: the port is in use, or nobody answers at the address.
+        Host 0 may be started later.
         """
         if self.is_one:
             return
@@ -295,14 +285,8 @@ def launch_command(
 ) -> list[str]:
     """The argument list that starts ``trainkit ARGUMENTS`` in every process of this host.
 
-    Args:
-        arguments: after ``trainkit``.
-        hosts: of the run.
-        num_processes: of this host; NPROC_PER_NODE wins.
-        max_restarts: how often torchrun starts all processes again after one has died.
-
-    Raises:
-        RecipeError: NPROC_PER_NODE is not a number, or restarts on several hosts have no name.
+    NPROC_PER_NODE wins over ``num_processes``; ``max_restarts`` is how often torchrun starts all
+    processes again after one has died.
     """
     wanted = os.environ.get("NPROC_PER_NODE") or str(num_processes)
     if wanted not in _COUNTED_BY_TORCHRUN:

@@ -34,8 +34,6 @@ class Layout:
     what speaks most lies closest together.
 
     Attributes:
-        strategy: the row of the table.
-        process: this process.
         engine: answers what differs between strategies.
         options: into how many parts matrix products, rows and layers are split.
     """
@@ -52,11 +50,7 @@ class Layout:
         process: ProcessRank,
         options: ParallelOptions | None = None,
     ) -> Layout:
-        """Resolve a strategy for a process; imports the engine.
-
-        Raises:
-            RecipeError: the processes cannot be divided so.
-        """
+        """Resolve a strategy for a process; imports the engine."""
         options = options or ParallelOptions()
         options.data_ranks(process.world_size)
         if options.pipeline > 1:

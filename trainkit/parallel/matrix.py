@@ -18,8 +18,6 @@ class Refusal:
     Attributes:
         key: of the recipe, for the message.
         applies: whether a combination is refused.
-        why: the reason.
-        fix: what to write instead.
     """
 
     key: str

@@ -50,8 +50,7 @@ def where_it_computes(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 def written_by_all(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, parameters are whole and can be written; every rank writes the same values.
 
-    Args:
-        parameters: of a model that no engine has wrapped yet; ZeRO-3 may have sharded them.
+    No engine has wrapped the model yet; ZeRO-3 may have sharded it.
     """
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         yield

@@ -61,11 +61,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(folder: Path) -> Metadata:
-    """The table of contents of a folder of parts.
-
-    Raises:
-        CheckpointError: it is damaged, names other classes, or files outside the folder.
-    """
+    """The table of contents of a folder of parts."""
     path = folder / _TABLE
     try:
         table = _TableUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -88,11 +84,7 @@ def read_table(folder: Path) -> Metadata:
 
 
 def check_parts(checkpoint: Path) -> None:
-    """Look at the parts of a checkpoint before anything is loaded; there may be none.
-
-    Raises:
-        CheckpointError: see `read_table`.
-    """
+    """Look at the parts of a checkpoint before anything is loaded; there may be none."""
     if (checkpoint / FOLDER).is_dir():
         read_table(checkpoint / FOLDER)
 
@@ -127,11 +119,7 @@ def save_parts(state: dict[str, Any], checkpoint: Path) -> None:
 
 
 def load_parts(state: dict[str, Any], checkpoint: Path) -> None:
-    """Fill ``state`` in place from the parts, whatever ranks wrote them; every rank calls it.
-
-    Raises:
-        CheckpointError: a file is damaged, or would run code.
-    """
+    """Fill ``state`` in place from the parts, whatever ranks wrote them; every rank calls it."""
     folder = checkpoint / FOLDER
     table = read_table(folder).state_dict_metadata
     saved = {
@@ -182,11 +170,7 @@ def without_state(model: nn.Module, optimizer: Any) -> list[str]:
 
 
 def empty_state(model: nn.Module, optimizer: Any, checkpoint: Path, step: int) -> dict[str, Any]:
-    """As `optimizer_state`, with room for the values that a checkpoint has.
-
-    Raises:
-        CheckpointError: its table of contents is damaged, or of another optimizer.
-    """
+    """As `optimizer_state`, with room for the values that a checkpoint has."""
     folder = checkpoint / FOLDER
     table, own = read_table(folder), trained_by(model, optimizer)
     state: dict[str, dict[str, Any]] = {}
@@ -237,11 +221,7 @@ _FREE = ("foreach", "fused", "capturable", "differentiable", "train_mode")
 
 
 def by_name(model: nn.Module, optimizer: Any, saved: Any, path: Path) -> dict[str, Any]:
-    """What ``state_dict`` gave, as `optimizer_state` has it.
-
-    Raises:
-        CheckpointError: it is of other parameters, or of an optimizer that keeps something else.
-    """
+    """What ``state_dict`` gave, as `optimizer_state` has it."""
     own = optimizer.state_dict()
     refuse_other(path, {**saved, "state": {}}, {**own, "state": {}}, free=(WITHOUT,))
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -259,15 +239,8 @@ def refuse_unfit_state(
     States that are smaller than their parameter (projected, factored, 8 bits) are held against one
     another: those of parameters of one shape are alike.
 
-    Args:
-        model: placed.
-        optimizer: of the run.
-        saved: as `optimizer_state` gives it; of tensors on the meta device only what they are.
-        path: the file or folder.
-        step: of the checkpoint: no parameter has taken more.
-
-    Raises:
-        CheckpointError: naming the parameter and its entry, what it is and what the run has.
+    Of tensors of ``saved`` that are on the meta device only what they are is compared; no parameter
+    may have taken more steps than ``step``.
     """
     inner, own, state = innermost(optimizer), trained_by(model, optimizer), saved["state"]
     refuse_other(path, saved["groups"], _options(inner.param_groups), "param_groups")
@@ -341,9 +314,6 @@ def refuse_other(
 
     Options that a torch of another version does not know are let pass, and so are plain numbers
     that are others: the recipe's win.
-
-    Raises:
-        CheckpointError: naming the first difference.
     """
     if isinstance(wanted, torch.Tensor) and wanted.dim():
         if _described(found) != _described(wanted):

@@ -34,11 +34,7 @@ class ProcessRank:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "ProcessRank":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them.
-
-        Raises:
-            RecipeError: they are not numbers, or do not fit each other.
-        """
+        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them."""
         variables = os.environ if environment is None else environment
         world_size = whole_number(variables, "WORLD_SIZE", 1)
         dist_rank = whole_number(variables, "RANK", 0)
@@ -60,11 +56,7 @@ def whole_number(
     at_least: int = 0,
     at_most: int = 2**31,
 ) -> int:
-    """An environment variable that is a number.
-
-    Raises:
-        RecipeError: it is none, or not between these two.
-    """
+    """An environment variable that is a number."""
     text = variables.get(name) or str(default)
     if not text.strip().isdecimal() or not at_least <= int(text) <= at_most:
         bounds = f", {at_least} or more" if at_least else ""

@@ -34,8 +34,6 @@ class RowSplit:
     """One group of ranks that share rows.
 
     Attributes:
-        rank: of this process in the group.
-        size: n.
         group: who exchanges.
     """
 
@@ -45,20 +43,14 @@ class RowSplit:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]]) -> RowSplit:
-        """Make the groups; every process calls it, with all of them.
-
-        Args:
-            groups: the ranks of each, in the order of their parts.
-        """
+        """Make the groups; every process calls it, with all of them."""
         group, _ = distributed.new_subgroups_by_enumeration([list(each) for each in groups])
         return cls(distributed.get_rank(group), distributed.get_world_size(group), group)
 
     def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch.
 
-        Args:
-            batch: of a collator, on the host: (B, S) tensors, S a multiple of n, padded on the
-                right.
+        The batch's (B, S) tensors are on the host; S is a multiple of n, padded on the right.
 
         Returns:
             (B, S / n) tensors: ``input_ids`` and ``labels``; ``position_ids`` in the whole row;
@@ -124,11 +116,7 @@ class RowSplit:
         return values.chunk(self.size)[self.rank]
 
     def refuse_heads(self, num_heads: int) -> None:
-        """Stop where query heads cannot be dealt out evenly.
-
-        Raises:
-            ModelError: saying which sizes can be.
-        """
+        """Stop where query heads cannot be dealt out evenly."""
         if num_heads % self.size:
             fitting = [n for n in range(2, num_heads + 1) if num_heads % n == 0]
             raise ModelError(
@@ -186,11 +174,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _drop_padding_mask(batch: dict[str, Any]) -> None:
-    """Take out a mask that says no more than that padding is on the right.
-
-    Raises:
-        TrainkitError: it says more.
-    """
+    """Take out a mask that says no more than that padding is on the right."""
     mask = batch.pop("attention_mask", None)
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise TrainkitError(

@@ -39,10 +39,6 @@ class WeightFiles:
     def of(cls, model: nn.Module, directory: Path) -> WeightFiles | None:
         """The files of a directory that ``save_pretrained`` wrote.
 
-        Args:
-            model: freshly made, on the meta device.
-            directory: of the model.
-
         Returns:
             None where a parameter or a saved buffer is not in them by its own name and shape: such
             files have to be converted while they are read.
@@ -88,9 +84,6 @@ def _shapes(files: set[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def names_in_files(model: nn.Module) -> dict[str, tuple[WeightFiles, str]]:
     """Parameters without memory, each with the tensor that it is; empty of a model that has all.
 
-    Args:
-        model: before it is sharded; adapters may be around it.
-
     Raises:
         TrainkitError: a parameter has neither memory nor a file.
     """
@@ -122,11 +115,7 @@ def fill(
 ) -> None:
     """Give parameters memory for what this rank holds of them, and read that from the files.
 
-    Args:
-        model: sharded.
-        named: of `names_in_files`, before it was.
-        dtypes: that each parameter is rounded to before it is kept, by its name.
-        device: of this rank.
+    ``dtypes`` are those that each parameter is rounded to before it is kept, by its name.
     """
     if not named:
         return

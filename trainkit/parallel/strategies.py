@@ -20,7 +20,6 @@ class Strategy:
     """One row.
 
     Attributes:
-        name: as recipes write it.
         about: what each rank holds, for the help.
         engine: ``module:class`` of the engine, imported when a run begins.
         config: the engine's configuration file, where it has one.

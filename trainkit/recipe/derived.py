@@ -25,10 +25,7 @@ def resolve_accumulation(recipe: Recipe, data_size: int) -> int:
     ``global_batch_size`` = ``per_device_train_batch_size`` x data ranks x this number, in rows (a
     packed row holds several samples).
 
-    Args:
-        recipe: the recipe.
-        data_size: ranks that read rows of their own: processes, one a GPU, unless some of them
-            share a model (``parallel``).
+    ``data_size``: processes, one a GPU, unless some of them share a model (``parallel``).
 
     Raises:
         RecipeError: the global batch size cannot be divided so, or a given
@@ -78,11 +75,7 @@ class Derived:
 
 
 def derive_values(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
-    """The values of a recipe on a machine that nobody wrote, by dotted key.
-
-    Raises:
-        RecipeError: ``global_batch_size`` cannot be made of the machine's processes.
-    """
+    """The values of a recipe on a machine that nobody wrote, by dotted key."""
     derived = derive(
         recipe.training,
         model_dtype=recipe.model.dtype,

@@ -45,7 +45,6 @@ class Document:
 
     Attributes:
         path: the file, as it was given.
-        text: its content.
         values: its mapping, in plain Python values.
         lines: the 1-based line of every key and list item.
     """
@@ -102,13 +101,6 @@ def parse_value(text: str, where: str) -> Any:
 
     A value that begins with ``[``, ``{`` or a quote is YAML. Any other is a single scalar, exactly
     as typed, so globs and Windows paths need no quotes.
-
-    Args:
-        text: what follows the equals sign.
-        where: named in errors.
-
-    Raises:
-        RecipeError: the YAML is broken.
     """
     stripped = text.strip()
     if stripped[:1] in ("[", "{", '"', "'"):
@@ -266,11 +258,7 @@ def is_override(argument: str) -> bool:
 
 
 def parse_override(argument: str) -> tuple[tuple[str, ...], Any]:
-    """Split an override into the key's path and its value.
-
-    Raises:
-        RecipeError: not of that shape, or the value is broken YAML.
-    """
+    """Split an override into the key's path and its value."""
     key, equals, text = argument.partition("=")
     where = f"override {argument!r}"
     if not equals or not _KEY.fullmatch(key):
@@ -315,8 +303,6 @@ class Settings:
     """A tree of values with the origin of every key in it.
 
     Attributes:
-        values: the merged values.
-        origins: where each key was given.
         file: the last file merged, named where a key is missing.
     """
 

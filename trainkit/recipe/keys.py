@@ -53,11 +53,7 @@ class Problem:
 
 
 class InvalidRecipe(RecipeError):
-    """A recipe that cannot be used, with every problem that was found.
-
-    Args:
-        problems: at least one.
-    """
+    """A recipe that cannot be used, with every problem that was found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -135,13 +131,7 @@ def places(name: str) -> list[str]:
 
 
 def explain_unknown_key(path: KeyPath, value: Any, where: str | None) -> Problem:
-    """Describe an unknown key.
-
-    Args:
-        path: where it is.
-        value: what was given.
-        where: file and line.
-    """
+    """Describe an unknown key."""
     name, section, dotted = str(path[-1]), section_of(path), dotted_key(path)
     shown = "..." if isinstance(value, dict | list) else str(value)
     if value is None or isinstance(value, bool):
@@ -208,11 +198,7 @@ def _nearest_key(path: KeyPath) -> str | None:
 
 
 def validate(settings: Settings) -> Recipe:
-    """Make the recipe.
-
-    Raises:
-        InvalidRecipe: with every problem, in the order of the lines.
-    """
+    """Make the recipe."""
     values = dict(settings.values)
     if "training" in values and values["training"] is None:
         del values["training"]
@@ -336,9 +322,6 @@ class KeyReference:
 
     Attributes:
         key: dotted; ``[]`` stands for the items of a list.
-        type: its values, in words.
-        default: its default, in plain values.
-        is_required: whether there is no default.
         help: its effect and unit.
         on_resume: its rule of ``OnResume``.
     """
@@ -395,8 +378,7 @@ def default_of(key: str) -> Any:
 def on_resume(key: str) -> str:
     """What a continued run does with another value: ``acts``, ``consent``, or why it is refused.
 
-    Args:
-        key: dotted; a key inside a value goes by the one that has the value.
+    A key inside a value goes by the one that has the value.
     """
     while key not in _known() and "." in key:
         key = key.rpartition(".")[0]
@@ -462,8 +444,7 @@ def find_keys(words: Sequence[str]) -> tuple[Sequence[KeyReference], list[str], 
 
     A word of no key is looked for among values and effects.
 
-    Args:
-        words: none means every key. Case and dashes do not matter.
+    No words are every key; case and dashes do not matter.
 
     Returns:
         The keys; a line for each name of another tool; a line for each word that nobody knows.

@@ -41,8 +41,6 @@ class ResolvedValue:
     """One value of a run and where it came from.
 
     Attributes:
-        key: dotted.
-        value: what the run uses.
         origin: where it was given, what it follows from, or whose default it is.
         is_derived: it follows from other values or from the machine.
         is_of_machine: another machine would use another one.
@@ -66,11 +64,9 @@ class LoadedRecipe:
     """A recipe, and where each of its values came from.
 
     Attributes:
-        recipe: the values.
         origins: dotted key to origin: ``qwen2.yaml:14``, ``override``, ``--deepspeed``,
             ``default``, ``trainkit default`` or ``transformers default``.
         source_text: the recipe file as it was given.
-        path: that file.
         settings: the merged values as they were given.
         base_texts: the recipes that it builds on, as they were given, the deepest first.
     """
@@ -118,11 +114,7 @@ class LoadedRecipe:
             )
 
     def overridden(self, overrides: Sequence[str]) -> "LoadedRecipe":
-        """The same with more values on top, as a run finds them by itself.
-
-        Args:
-            overrides: ``section.key=value``.
-        """
+        """The same with more values on top, as a run finds them by itself."""
         settings = copy.deepcopy(self.settings)
         for text in overrides:
             settings.override(text, "found by the run")
@@ -157,9 +149,6 @@ def load_recipe(
             deepest first. Secrets, which copies do not hold, are not given then.
         recorded: overrides that a run was given before, each with the label of its origin;
             ``overrides`` win over them.
-
-    Raises:
-        RecipeError: with all that is wrong, each with file and line.
     """
     path, settings = Path(path), Settings()
     documents = _with_bases(path, bases)
@@ -281,9 +270,6 @@ def check_files(loaded: LoadedRecipe) -> None:
 
     Relative paths start at the current directory. Names that can only be a hub's are left to the
     loading.
-
-    Raises:
-        InvalidRecipe: with every missing path, absolute.
     """
     recipe, problems = loaded.recipe, []
     lists = {"data.train": recipe.data.train, "data.eval": recipe.data.eval_sources}
@@ -322,11 +308,7 @@ def check_files(loaded: LoadedRecipe) -> None:
 
 
 def read_chat_template(choice: str | None) -> str | None:
-    """The template itself: ``choice`` is Jinja when it has a brace, else a file with it.
-
-    Raises:
-        RecipeError: the file cannot be read.
-    """
+    """The template itself: ``choice`` is Jinja when it has a brace, else a file with it."""
     if choice is None or "{" in choice:
         return choice
     path = Path(choice).expanduser()
@@ -443,10 +425,7 @@ class SftOptions:
 def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe values that command-line options set.
 
-    Args:
-        options: option to value: ``{"--deepspeed": "zero2", "--replace-kernel": True}``. None means
-            not given.
-        recipe: the values so far. ``--replace-kernel`` leaves a mapping of single ops alone.
+    ``--replace-kernel`` leaves a mapping of single ops alone.
 
     Returns:
         Option to ``(dotted key, value)``, only for those that change something.

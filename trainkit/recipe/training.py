@@ -50,15 +50,10 @@ class Field:
     """A row.
 
     Attributes:
-        name: the field.
         type: names of ``_KINDS`` with ``|`` between.
-        default: trainkit's.
         theirs: transformers' own default, where trainkit's is chosen here.
-        help: its meaning.
-        at_least: the smallest number.
         above: what a number must be greater than.
         below: what a number must be less than.
-        at_most: the largest number.
         whole_above_one: a share of all steps below 1, a number of steps from there on.
         off: one more number, which means "not used".
         choices: the words it takes.

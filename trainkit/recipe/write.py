@@ -30,11 +30,7 @@ def describe_recipe(path: Path) -> str:
 
 
 def shipped_text(name: str) -> str:
-    """A shipped recipe's text, with the schema where an editor finds it from anywhere.
-
-    Raises:
-        RecipeError: there is no such recipe.
-    """
+    """A shipped recipe's text, with the schema where an editor finds it from anywhere."""
     recipes = shipped_recipes()
     if name not in recipes:
         hint = ask(nearest(name, recipes))
@@ -47,11 +43,7 @@ def shipped_text(name: str) -> str:
 
 
 def write_text(text: str, target: Path) -> None:
-    """Write a new recipe.
-
-    Raises:
-        RecipeError: the file exists, or cannot be written.
-    """
+    """Write a new recipe."""
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -112,11 +104,8 @@ def with_values(
 ) -> str:
     """A recipe with other values, its comments kept.
 
-    Args:
-        text: a recipe whose sections are written out, a key a line.
-        values: by dotted key; one that the recipe does not have is added to its section, None
-            takes it out.
-        comments: other ones, by dotted key.
+    The sections of ``text`` are written out, a key a line. A value whose key the recipe does not
+    have is added to its section; None takes a key out.
     """
     lines = text.rstrip("\n").split("\n")
     for key in dict.fromkeys([*values, *(comments or {})]):

@@ -56,11 +56,7 @@ def undo() -> None:
 
 
 def report_of(model: nn.Module) -> PatchReport:
-    """The report of a model that was patched while it was loaded.
-
-    Raises:
-        PatchError: it was not.
-    """
+    """The report of a model that was patched while it was loaded."""
     if model not in _reports:
         raise PatchError("this model was not patched while it was loaded")
     return _reports[model]

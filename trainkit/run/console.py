@@ -71,13 +71,7 @@ class Console:
     def start(
         self, total_steps: int, *, first_step: int = 0, due: Mapping[str, float] | None = None
     ) -> None:
-        """Begin to show progress.
-
-        Args:
-            total_steps: optimizer steps of the whole run.
-            first_step: steps already done, when a run is resumed.
-            due: what comes again after so many steps: ``{"evaluation": 100, "checkpoint": 500}``.
-        """
+        """Begin to show progress."""
         self._progress = _Progress(total_steps=total_steps, step=first_step, due=due or {})
         if self._silent or not self.interactive or self._live is not None:
             return
@@ -124,9 +118,7 @@ class Console:
     def finish(self, summary: Mapping[str, object] | None = None, *, title: str = "done") -> None:
         """Take the live display down and print the closing summary.
 
-        Args:
-            summary: label to value, in order; None closes without a word (after a failure).
-            title: the summary's heading.
+        Without a summary it closes without a word (after a failure).
         """
         self.stop()
         if summary is None or self._silent:
@@ -352,11 +344,7 @@ class RankLogHandler(logging.FileHandler):
 
 
 def start_rank_log(path: Path, dist_rank: int) -> RankLogHandler:
-    """Send this process's log records and warnings to ``path``.
-
-    Returns:
-        The handler, for ``stop_rank_log``.
-    """
+    """Send this process's log records and warnings to ``path``."""
     handler = RankLogHandler(path, dist_rank)
     root = logging.getLogger()
     if root.level > logging.INFO or root.level == logging.NOTSET:

@@ -98,13 +98,7 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make ``parent/<name>-<UTC stamp>``; a number is appended if that exists already.
 
-        Args:
-            parent: made if missing.
-            name: the run's name; characters that do not belong in a file name become ``-``.
-            now: the time to stamp with, for tests.
-
-        Raises:
-            RunDirectoryError: the directory cannot be made.
+        Characters of the name that do not belong in a file name become ``-``.
         """
         stamp = (now or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%SZ")
         base = f"{file_name(name)}-{stamp}"
@@ -121,11 +115,7 @@ class RunDirectory:
 
     @staticmethod
     def check_free(path: Path | str) -> None:
-        """See that a run can be made here: nothing is there, or an empty directory.
-
-        Raises:
-            RunDirectoryError: it exists and is not empty, or is a file.
-        """
+        """See that a run can be made here: nothing is there, or an empty directory."""
         root = Path(path).expanduser()
         with explain_os_errors(root):
             if root.exists() and not root.is_dir():
@@ -144,11 +134,7 @@ class RunDirectory:
 
     @classmethod
     def create_at(cls, path: Path | str) -> RunDirectory:
-        """Make the directory the user asked for by name; an empty one may exist already.
-
-        Raises:
-            RunDirectoryError: it exists and is not empty, or cannot be made.
-        """
+        """Make the directory the user asked for by name; an empty one may exist already."""
         cls.check_free(path)
         root = Path(path).expanduser()
         with explain_os_errors(root):
@@ -157,11 +143,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
-        """Open an existing run, to resume or to read it.
-
-        Raises:
-            RunDirectoryError: there is no run there.
-        """
+        """Open an existing run, to resume or to read it."""
         root = Path(path).expanduser()
         if not (root / "status.json").is_file():
             raise RunDirectoryError(
@@ -249,11 +231,7 @@ class RunDirectory:
     ) -> None:
         """Replace ``status.json``.
 
-        Args:
-            state: running, done, failed or interrupted.
-            reason: why, for the last two.
-            step: the last finished optimizer step; None keeps the one recorded.
-            total_steps: of the whole run; None keeps the number recorded.
+        Without ``step`` or ``total_steps`` the recorded one stays.
         """
         before = self.status()
         now = before.updated_with(
@@ -279,11 +257,7 @@ class RunDirectory:
             self.write_status("running", step=step)
 
     def refuse_gone(self) -> None:
-        """See that the directory is still there; from the first call on, that it is the same one.
-
-        Raises:
-            RunGoneError: saying where its last checkpoint is.
-        """
+        """See that the directory is still there; from the first call on, that it is the same."""
         with contextlib.suppress(OSError):
             if self._held is None:
                 self._held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)

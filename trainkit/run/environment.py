@@ -42,9 +42,6 @@ def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
 
     CUDA is read from torch only if it is imported already; ``nvidia-smi`` and ``git`` only if
     they are installed.
-
-    Args:
-        cwd: the directory whose git repository is described, the current one by default.
     """
     where = Path.cwd() if cwd is None else cwd
     return redact(
@@ -77,13 +74,7 @@ def command_script(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """A shell script that runs this command again.
-
-    Args:
-        argv: the interpreter and its arguments, by default those of this process.
-        environ: by default this process's environment; also tells whether torchrun started it.
-        cwd: the directory to run in.
-    """
+    """A shell script that runs this command again."""
     environ = os.environ if environ is None else environ
     arguments = redact_argv(list(sys.orig_argv if argv is None else argv), environ)
     lines = [
@@ -195,10 +186,6 @@ def repository_state(where: Path) -> dict[str, Any] | None:
     A repository's configuration may name programs: monitors, filters, converters, hooks, helpers of
     remotes. So its own is read only to find it, which runs nothing; what changed is asked of a
     stand-in for its git directory that has its index and objects and no configuration.
-
-    Returns:
-        None without git, without a repository with a commit, and where git does not trust its
-        owner. ``changed_files`` and ``diff`` are None where git could not tell them.
     """
 
     def git(*words: str, **variables: str) -> str | None:

@@ -25,14 +25,8 @@ class RunSummary:
     """A run in one line.
 
     Attributes:
-        path: its directory.
         state: ``running``, ``done``, ``failed``, ``interrupted``; ``killed`` where the status says
             running and the process is gone; ``damaged`` where the status cannot be read.
-        reason: why it ended, where it says so.
-        step: the last recorded step.
-        total_steps: steps of the whole run, where they are known.
-        loss: of the last training row.
-        eval_loss: of the last evaluation.
         tokens_per_second: of the last training row.
         started: ISO 8601, UTC.
         age_seconds: since the status was written.
@@ -59,11 +53,7 @@ class RunSummary:
 
 
 def find_runs(parent: Path) -> Iterator[RunSummary]:
-    """The runs in a directory, the latest first; the directory itself where it is a run.
-
-    Raises:
-        RunDirectoryError: there is no such directory.
-    """
+    """The runs in a directory, the latest first; the directory itself where it is a run."""
     if not parent.is_dir():
         raise RunDirectoryError(
             "there is no such directory",
@@ -79,11 +69,7 @@ def find_runs(parent: Path) -> Iterator[RunSummary]:
 
 
 def summarize(path: Path) -> RunSummary:
-    """Read one run.
-
-    Raises:
-        RunDirectoryError: the directory is not a run.
-    """
+    """Read one run."""
     if not (path / _STATUS).is_file():
         raise RunDirectoryError(
             f"this is not a run: it has no {_STATUS}",

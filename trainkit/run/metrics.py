@@ -54,10 +54,7 @@ class MetricsWriter:
     that is being redone, so they move to ``metrics.superseded.jsonl`` next to the file, and a last
     line torn by a crash is dropped.
 
-    Args:
-        path: the file; made if missing.
-        resume_step: the last step to keep (``0`` redoes everything), or None for a new file
-            or to append as is.
+    ``resume_step`` is the last step to keep; 0 redoes everything, None appends as is.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -71,9 +68,6 @@ class MetricsWriter:
 
     def append(self, row: Mapping[str, Scalar]) -> None:
         """Write one row.
-
-        Args:
-            row: flat values with an int ``step``; numpy and torch scalars must be converted.
 
         Raises:
             RunDirectoryError: a value is not a plain scalar.

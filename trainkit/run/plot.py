@@ -39,9 +39,6 @@ class Curve:
     """One picture of a run.
 
     Attributes:
-        name: of the file.
-        key: of the metric.
-        title: in words.
         unit: of the vertical axis.
         smooth: draw an exponential mean over faint raw values.
         log_scale: where the highest value would flatten all others against the axis.
@@ -250,9 +247,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Args:
         path: a run directory; or any JSON that Hugging Face's Trainer left: ``trainer_state.json``,
             a ``log_history.json`` as an array or as JSON lines, or a directory with one of them.
-
-    Raises:
-        RunDirectoryError: there is nothing to draw there.
     """
     for name in ("metrics.jsonl", "log_history.json", "trainer_state.json"):
         if (path / name).is_file():
@@ -276,11 +270,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_plots(run: RunDirectory, history: History | None = None) -> list[Path]:
-    """Draw every curve of a run that has two points or more, and ``plots/overview.png``.
-
-    Returns:
-        The files written; each appears complete.
-    """
+    """Draw every curve of a run that has two points or more, and ``plots/overview.png``."""
     history = history or History.read(run.metrics)
     run.plots.mkdir(exist_ok=True)
     written = [
@@ -322,18 +312,7 @@ def _pictures(run: RunDirectory, history: History) -> Iterator[tuple[Curve, Any]
 
 
 def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> list[Path]:
-    """Lay the curves of several runs over one another; no picture is overwritten.
-
-    Args:
-        runs: run directories, or logs of Hugging Face's Trainer (see ``read_rows``).
-        output: the PNG file to write; ``comparison.png`` here without it.
-
-    Returns:
-        The files written.
-
-    Raises:
-        RunDirectoryError: a path is not a run, none of them has a curve yet, or the file is there.
-    """
+    """Lay the curves of several runs over one another; no picture is overwritten."""
     target = output or Path("comparison.png")
     if target.exists():
         raise RunDirectoryError(
@@ -346,11 +325,7 @@ def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> l
 
 
 def comparison_svgs(runs: Sequence[Path | str]) -> list[tuple[str, str]]:
-    """The curves of several runs over one another, each as (title, ``<svg>`` element).
-
-    Raises:
-        RunDirectoryError: a path is not a run, or none of them has a curve yet.
-    """
+    """The curves of several runs over one another, each as (title, ``<svg>`` element)."""
     paths = [Path(run) for run in runs]
     titled = {f"{panel[0].title} by {panel[2]}": panel for panel in _panels(paths)}
     return [(title, _svg(_comparison(paths, [panel]), title)) for title, panel in titled.items()]

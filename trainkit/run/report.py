@@ -121,10 +121,7 @@ def write_report(
 ) -> None:
     """Write the page from what the run directory holds at this moment.
 
-    Args:
-        run: whose page.
-        history: what it has logged, where that has been read.
-        is_training: it is not the last one; a browser loads it again by itself.
+    While it is training, a browser loads the page again by itself.
     """
     run.write_text(run.report, render_report(run, history, is_training=is_training))
 
@@ -275,14 +272,7 @@ def write_model_card(
 def model_card(
     run: RunDirectory, *, base_model: str, loader: str = "AutoModelForCausalLM", adapter: bool
 ) -> str:
-    """The card as Markdown, in which a user's own text is read as nothing but text.
-
-    Args:
-        run: a run that has trained.
-        base_model: the model it started from, as the recipe names it.
-        loader: transformers' auto class that loads the base.
-        adapter: the final model is an adapter over the base.
-    """
+    """The card as Markdown, in which a user's own text is read as nothing but text."""
     metrics = read_metrics(run.metrics)
     losses = [row["loss"] for row in metrics if "loss" in row]
     evaluated = [row["eval_loss"] for row in metrics if "eval_loss" in row]
@@ -340,9 +330,6 @@ class CurveRefresher:
     def refresh(self, *, has_news: bool = False) -> bool:
         """Start a drawing if it is time; takes microseconds if not. Call it at every log.
 
-        Args:
-            has_news: an evaluation or a checkpoint: it is time a little earlier.
-
         Returns:
             Whether one was started.
         """
@@ -377,12 +364,7 @@ class CurveRefresher:
 
 
 def draw_all(run: RunDirectory, *, is_training: bool = False) -> None:
-    """The report and all pictures, from one reading of the metrics.
-
-    Args:
-        run: whose.
-        is_training: more is to come; a browser loads the report again by itself.
-    """
+    """The report and all pictures, from one reading of the metrics."""
     history = History.read(run.metrics)
     write_report(run, history, is_training=is_training)
     draw_plots(run, history)

@@ -67,11 +67,7 @@ def append_start(run: RunDirectory, start: Start) -> None:
 
 
 def read_starts(run: RunDirectory) -> list[Start]:
-    """The starts so far; a last line torn by a crash is left out.
-
-    Raises:
-        RunDirectoryError: another line is damaged: what the run was given is not known any more.
-    """
+    """The starts so far; a last line torn by a crash is left out."""
     if not run.changes.is_file():
         return []
     shape = TypeAdapter(Start)
@@ -113,9 +109,6 @@ def retire_after(run: RunDirectory, step: int) -> tuple[str, ...]:
 
     They belong to an attempt that the run went back behind; left in place, the next start would
     take them for the newest.
-
-    Returns:
-        The new names.
     """
     # The newest first: killed half-way, the older ones are still in order.
     later = [path for path in reversed(checkpoints_in(run.root)) if step_of(path) > step]
@@ -135,11 +128,7 @@ def retire_after(run: RunDirectory, step: int) -> tuple[str, ...]:
 
 
 def begin_again(path: Path) -> RunDirectory:
-    """A run that was stopped before its first checkpoint, to be started again in its own directory.
-
-    Raises:
-        RunDirectoryError: the directory holds something else.
-    """
+    """A run that was stopped before its first checkpoint, to be begun again in its directory."""
     if is_unfinished(path):
         return RunDirectory.adopt(path)
     run = RunDirectory.open(path)
@@ -181,11 +170,7 @@ def process_began() -> float:
 
 
 class Stages:
-    """A stop-watch with a name for each stretch.
-
-    Args:
-        began: when the command was given, on the clock of :func:`now`; by default it starts now.
-    """
+    """A stop-watch with a name for each stretch."""
 
     def __init__(self, began: float | None = None) -> None:
         self._began = self._last = now() if began is None else began

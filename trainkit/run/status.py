@@ -35,9 +35,7 @@ class Status:
     Attributes:
         state: ``running``, ``done``, ``failed`` or ``interrupted``. A killed process leaves
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
-        reason: why it failed or was interrupted.
         last_step: the last optimizer step known to be finished.
-        total_steps: steps of the whole run, once they are known.
         resumed_at_steps: the steps from which the run was continued.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
@@ -109,11 +107,7 @@ def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def read_status(path: Path) -> Status:
-    """Read a ``status.json``; a missing one is a fresh ``Status``.
-
-    Raises:
-        RunDirectoryError: the file is not a status.
-    """
+    """Read a ``status.json``; a missing one is a fresh ``Status``."""
     try:
         content = json.loads(regular(path, RunDirectoryError).read_text(encoding="utf-8"))
     except FileNotFoundError:

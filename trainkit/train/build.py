@@ -92,10 +92,6 @@ logger = logging.getLogger(__name__)
 def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     """Train as the recipe says.
 
-    Args:
-        loaded: the recipe with the origin of every value.
-        options: what the command line says about this start.
-
     Returns:
         The run directory; None after a dry run, and on every rank but the first.
 

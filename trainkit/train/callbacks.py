@@ -29,9 +29,6 @@ class RunRecorder(Hook):
     """Writes metrics, keeps the console and the curves up to date. Rank 0 only.
 
     The curves are drawn by another process, so that no step waits for matplotlib.
-
-    Args:
-        run: where it writes, and who speaks.
     """
 
     def __init__(self, run: Run) -> None:
@@ -164,11 +161,7 @@ class KeepToThePlan(Hook):
     """
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Compare.
-
-        Raises:
-            ResumeRefusedError: the checkpoint is beyond the last step.
-        """
+        """Compare."""
         assert checkpoint is not None
         step, last = loop.state.global_step, loop.state.max_steps
 

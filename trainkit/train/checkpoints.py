@@ -100,7 +100,6 @@ class Save:
     """What is to be written of one checkpoint, by this rank.
 
     Attributes:
-        directory: where.
         at_once: nothing is put off.
         problem: what could not be written so far.
     """
@@ -115,12 +114,7 @@ class Save:
         return state if self.at_once else snapshot(state)
 
     def defer(self, path: Path | str | None, job: Callable[[], None]) -> None:
-        """Write later, in the background: nothing that ``job`` reads may change meanwhile.
-
-        Args:
-            path: the file that it writes; None where it writes several.
-            job: writes it.
-        """
+        """Write later, in the background: nothing that ``job`` reads may change meanwhile."""
         if self.at_once:
             self.attempt(job)
         else:
@@ -136,14 +130,7 @@ class Save:
     def finish(self, *, records: bool) -> list[dict[str, Any]]:
         """Write what was deferred.
 
-        Args:
-            records: also force the files to the disk and hash them.
-
-        Returns:
-            The recorded files, as plain JSON.
-
-        Raises:
-            Exception: the first that failed.
+        With ``records`` the files are also forced to the disk and hashed.
         """
         for path, job in self._jobs:
             if self.problem is None:
@@ -164,10 +151,6 @@ class Notes:
 
     The store is rank 0's own: the one that the ranks met at ends with their launcher, and they have
     to save when that was killed.
-
-    Args:
-        dist_rank: this rank.
-        world_size: of how many; all of them make it together.
     """
 
     def __init__(self, dist_rank: int, world_size: int) -> None:
@@ -222,12 +205,6 @@ def written_together(
 ) -> Iterator[Path]:
     """Let all ranks write one directory that appears complete or not at all.
 
-    Args:
-        target: where it appears.
-        ranks: the processes.
-        metadata: plain JSON values for the manifest.
-        replace: swap out an existing target; without it an existing target is an error.
-
     Yields:
         The directory to write into. It has the target's name, and exists once somebody makes it.
 
@@ -264,7 +241,6 @@ class CheckpointWriter:
     """Writes ``checkpoint-N`` directories into a run directory, in the background of training.
 
     Attributes:
-        root: the run directory.
         fingerprint: data, processes and versions, stored in each manifest.
         settings: every value of the recipe as it is used, stored likewise: a continued run says
             what of it has changed.
@@ -311,18 +287,7 @@ class CheckpointWriter:
         limit: int | None = None,
         keep: Path | None = None,
     ) -> Iterator[Save]:
-        """Collect what makes ``checkpoint-N``; it is written when the body has ended.
-
-        Args:
-            step: N.
-            ranks: the processes, which all call this.
-            state: names the best checkpoint, which stays.
-            limit: how many checkpoints stay, once this one is there.
-            keep: another that stays.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be written.
-        """
+        """Collect what makes ``checkpoint-N``; it is written when the body has ended."""
         self.wait()
         target = self.root / folder_name(step)
         staged: list[str | None] = [None]
@@ -402,12 +367,7 @@ class CheckpointWriter:
         return None
 
     def thin_out(self, limit: int | None, spared: Set[Path | None]) -> None:
-        """Delete the oldest checkpoints beyond ``limit``; rank 0 calls it.
-
-        Args:
-            limit: how many stay; None keeps all.
-            spared: those that stay in any case.
-        """
+        """Delete the oldest checkpoints beyond ``limit``; rank 0 calls it."""
         if limit is None or limit <= 0:
             return
         found = checkpoints_in(self.root)
@@ -421,11 +381,6 @@ def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None
 
     An adapter gets the fingerprint of its base, and a model what a conversion knew about
     the model that it was made from; both get how the base reads images.
-
-    Args:
-        directory: with the weights.
-        base: where the model was loaded from.
-        files: the digests of its files as they were then.
     """
     is_adapter = write_fingerprint(directory, files)
     base = stored_at(base)
@@ -472,10 +427,6 @@ class ResumePoint:
     """A verified checkpoint to continue from.
 
     Attributes:
-        run: the run directory that holds it.
-        checkpoint: the checkpoint directory.
-        step: its optimizer step.
-        fingerprint: what surrounded the run, from the manifest.
         settings: the recipe's values as they were used, from the manifest.
         skipped: newer checkpoints that were damaged, with the reason.
     """
@@ -491,8 +442,7 @@ class ResumePoint:
 def find_resume_point(path: Path) -> ResumePoint | None:
     """The checkpoint to continue from, every byte of it verified.
 
-    Args:
-        path: a checkpoint directory, or a run directory, of which the newest whole one is taken.
+    Of a run directory the newest whole checkpoint is taken.
 
     Returns:
         None when the run has no checkpoint: it was stopped before the first one.
@@ -549,9 +499,6 @@ def read_weights(model: Any, folder: Path) -> None:
 
     transformers saves some classes under other names than they run with, experts one by one:
     those are taken as it loads them.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape or dtype than the model's.
     """
     if isinstance(model, PeftModel):
         file = folder / ADAPTER_NAME

@@ -241,15 +241,7 @@ class BatchNote:
 
 
 class StreamState:
-    """Where the stream of one rank is, and what became of its rows.
-
-    Args:
-        stream: the stream.
-        ledger: the file for dropped rows; cut and repaired ones go next to it.
-        num_slots: loading processes, at least 1.
-        dist_rank, world_size: this process's share of the rows.
-        writes: whether this process notes what became of them: one of those that share them.
-    """
+    """Where the stream of one rank is, and what became of its rows."""
 
     def __init__(
         self,
@@ -298,11 +290,7 @@ class StreamState:
         return directory / f"stream_rank{self.dist_rank}.json"
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            CheckpointError: it has no position for this rank and as many loading processes.
-        """
+        """Go on from a checkpoint."""
         from trainkit.data.streaming import Position
 
         file = self._file(directory)
@@ -378,13 +366,7 @@ class _Batches(IterableDataset[Any]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """Endless batches of a stream; what they say about it goes to its state.
-
-    Args:
-        state: of this rank; kept up to date while batches are taken.
-        collate: turns rows into a batch.
-        args: rows in one, the seed of what torch draws for the loading processes, and these.
-    """
+    """Endless batches of a stream; what they say about it goes to its state."""
 
     def __init__(
         self,
@@ -437,16 +419,7 @@ def sample_loader(
     drop_last: bool = False,
     group_by_length: bool = False,
 ) -> EpochDataLoader:
-    """The micro-batches of this rank, in an order that only (seed, epoch) decide.
-
-    Args:
-        data: what to deal out.
-        args: loading processes and seed.
-        layout: this rank's share of the rows.
-        batch_size: rows of a micro-batch.
-        drop_last: leave out what does not fill the ranks' last micro-batches.
-        group_by_length: rows of like length meet in a micro-batch.
-    """
+    """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
     sampler = RankBatchSampler(
         data.samples,
         batch_size=batch_size,
@@ -516,8 +489,6 @@ class RunData:
     """The data of one run.
 
     Attributes:
-        objective: what is optimised.
-        train: what is trained on.
         eval: what ``eval_loss`` is measured on, or None.
         summary: the content of ``data.json``.
         ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
@@ -675,15 +646,8 @@ def _padding(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None) -> 
 def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Conversation], int]:
     """Whole conversations with their tools, for questions to a trained model.
 
-    Args:
-        sources: where they are.
-        ledger: gets a line for every row that is not a conversation.
-
     Returns:
         The conversations, and how many rows are none.
-
-    Raises:
-        DataError: there is not one.
     """
     entries = Ledger(ledger)
     conversations = []

@@ -49,7 +49,6 @@ class MicroBatch:
 
     Attributes:
         rows: their samples, ``file:line``.
-        values: what the model and the loss take.
     """
 
     rows: tuple[str, ...]
@@ -101,14 +100,7 @@ def replay(
     batches: Sequence[MicroBatch],
     preference: PreferenceOptions | None = None,
 ) -> Outcome:
-    """The worst of some micro-batches: the first that is not finite, else that of the largest loss.
-
-    Args:
-        model: on the device where it runs; its gradients are cleared.
-        objective: whose loss is taken.
-        batches: on any device.
-        preference: of the recipe.
-    """
+    """The worst of some micro-batches: the first that is not finite, or of the largest loss."""
     setup = LossSetup(model, accepts_num_items(model), preference=preference)
     worst: Outcome | None = None
     for batch in batches:
@@ -203,12 +195,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 def single_rows(batch: MicroBatch, together: int = 1) -> list[MicroBatch]:
-    """Each row of a micro-batch by itself, or each document of a packed row.
-
-    Args:
-        batch: to be divided.
-        together: so many of them belong together.
-    """
+    """Each row of a micro-batch by itself, or each document of a packed row."""
     values = batch.values
     ids = values.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or "pixel_values" in values:
@@ -539,14 +526,7 @@ def diagnose(
 ) -> Diagnosis:
     """Replay the batch of a bad step and name the culprit.
 
-    Args:
-        run: the run.
-        step: one of those whose batch was kept; None takes the last.
-        say: told of each trial.
-
-    Raises:
-        RunDirectoryError: no batch was kept, or it is damaged.
-        TrainkitError: the model cannot be built as the run had it.
+    Without a step it is the last whose batch was kept.
     """
     kept_steps = steps_kept(run.root)
     step = kept_steps[-1] if step is None and kept_steps else step

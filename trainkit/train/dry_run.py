@@ -54,7 +54,6 @@ class OneStep(Hook):
     Attributes:
         longest: the micro-batch, with its counts.
         num_micro_batches: of the step, on one process.
-        loss: mean over the step's trained tokens.
         eval_loss: of the longest evaluation batch; None without evaluation data.
         seconds: the step took, kernels compiled on the way.
         optimizer_gib: the optimizer's states and fp32 masters, on one process.

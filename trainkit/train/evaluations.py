@@ -43,9 +43,6 @@ class Measurement:
 class Evaluations(Hook):
     """The mean loss on the held-out samples, and other figures, when they are due.
 
-    Args:
-        measurements: of figures besides the loss.
-
     Attributes:
         is_alone: the evaluation that is due is one without the loss.
         makes_up: a continued run begins with an evaluation that the stopped one has missed.
@@ -275,10 +272,6 @@ class StopEarly(Hook):
     """Ends training when the figure that the best model is judged by gets no better.
 
     What it has seen is kept in the run's state, so that every checkpoint has it.
-
-    Args:
-        patience: evaluations in a row that may bring nothing.
-        min_delta: what less is no improvement.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:

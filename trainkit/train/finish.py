@@ -79,10 +79,7 @@ def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
 
     Every rank calls it; sharded weights are gathered on the way.
 
-    Args:
-        loop: after training.
-        target: the directory to appear; one from before the run was continued is replaced.
-        card: the model card, in place of peft's empty one.
+    A final model from before the run was continued is replaced.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left.
@@ -110,13 +107,7 @@ def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
 def generation_config(
     model: Any, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int]
 ) -> GenerationConfig:
-    """The model's generation settings, stopping at the trained end-of-turn tokens as well.
-
-    Args:
-        model: a transformers or peft model.
-        tokenizer: names the padding token.
-        stop_token_ids: what training taught the model to end its turn with.
-    """
+    """The model's generation settings, stopping at the trained end-of-turn tokens as well."""
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
     known = settings.eos_token_id
     already = [] if known is None else known if isinstance(known, list) else [known]

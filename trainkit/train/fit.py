@@ -31,15 +31,6 @@ def refuse_unfit_model(
 ) -> None:
     """Hold a recipe against the model's modules and shapes.
 
-    Args:
-        config: of the model.
-        packing: several documents share a row.
-        kernels: all, none, or per op.
-        lora: adapters, or None for full fine-tuning.
-        fp8: ``model.fp8``.
-        projected: ``training.optim_target_modules``.
-        recompute: which layers.
-
     Raises:
         ModelError: its layers cannot keep documents apart, or a name matches no module.
         PatchError: a kernel that is named is not proved for it; ``kernels: true`` takes any model.
@@ -105,10 +96,6 @@ def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) ->
 
 def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
     """What a new recipe switches off for a model: what ``sft`` would refuse.
-
-    Args:
-        config: of the model.
-        method: ``full``, ``lora`` or ``qlora``.
 
     Raises:
         TrainkitError: the method itself is refused for this model.

@@ -42,7 +42,6 @@ class _Bucket:
 
     Attributes:
         group: its place among the groups.
-        parameters: views of the buffers.
         starts: where each begins.
         weight: (N,) fp32: the weights, or the masters of half-precision ones.
         half: (N,) half-precision weights, or None.
@@ -50,8 +49,6 @@ class _Bucket:
         gradients: each parameter's view of it. Views are made once: making those of 400 tensors
             takes longer than their update.
         places: where each parameter's weights are, as ``data_ptr`` says it.
-        exp_avg: (N,) fp32.
-        exp_avg_sq: (N,) fp32.
         step: 0-d: updates so far; on the device, which alone knows of a step that it held back.
     """
 
@@ -84,14 +81,8 @@ class FlatAdamW(torch.optim.Optimizer):
     Of half-precision weights it keeps fp32 masters, and its ``state_dict`` has them as
     `MasterWeightOptimizer` does, so that either goes on with the other's state.
 
-    Args:
-        groups: of parameters, with ``weight_decay`` and perhaps ``lr``.
-        lr: of groups without one.
-        betas: of the moments.
-        eps: added to the root.
-        accumulates: a step has several micro-batches, so half-precision gradients are summed in
-            fp32.
-        num_ranks: processes whose gradients are averaged here.
+    ``accumulates``: a step has several micro-batches, so half-precision gradients are summed in
+    fp32. ``num_ranks`` processes' gradients are averaged here.
     """
 
     _step_supports_amp_scaling = True  # ``found_inf`` holds a step back on the device
@@ -240,11 +231,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def clip(self, max_norm: float) -> torch.Tensor:
         """Have the next step clip to a norm.
 
-        Args:
-            max_norm: of all gradients together; ``inf`` clips nothing.
-
-        Returns:
-            The norm before, 0-d fp32 on the device.
+        ``inf`` clips nothing.
         """
         self.gather_gradients()
         norm = torch.stack([square_sum(buffer) for buffer in self._gradients.values()]).sum().sqrt()

@@ -36,9 +36,6 @@ class Answer:
     Attributes:
         conversation: which conversation, counted from 0.
         turn: which of its messages, counted from 0.
-        question: the message before it.
-        expected: the reference.
-        given: what the model generated.
         is_exact: equal except for white space at the ends.
         scores: what each metric says of it, by name.
     """
@@ -106,15 +103,8 @@ def evaluate_answers(
     turn of tool calls is compared as the template prints it. Batches hold prompts of like length,
     padded on the left.
 
-    Args:
-        model: in evaluation mode.
-        tokenizer: with the chat template of training.
-        conversations: as read from rows; their assistant turns are the references.
-        max_new_tokens: longest answer.
-        batch_size: prompts at once.
-        stop_token_ids: what ends an answer; none takes the model's own generation settings.
-        options: how training rendered conversations; the defaults otherwise.
-        metrics: how answers are judged, besides word for word.
+    The conversations' assistant turns are the references; without ``stop_token_ids`` the model's
+    own generation settings say what ends an answer.
     """
     renderer = PromptRenderer(tokenizer, options)
     questions = [
@@ -246,11 +236,7 @@ def _scores(loop: LoopState) -> Mapping[str, float]:
 
 
 def load_questions(run: Run, ledger: Path) -> None:
-    """Read everything that is asked, so that what is wrong is said before the model is loaded.
-
-    Raises:
-        TrainkitError: a metric or a task cannot be used.
-    """
+    """Read everything that is asked, so that what is wrong is said before the model is loaded."""
     generation, tasks = run.recipe.generation_eval, run.recipe.eval_tasks
     every = None if generation is None else generation.every
     if not run.layout.engine.holds_whole_model and (tasks is not None or every is not None):

@@ -94,10 +94,6 @@ Kind = TypeVar("Kind", bound=Hook)
 class LoopState:
     """What a loop trains, how far it is, and who is told.
 
-    Args:
-        run: its model, data and arguments.
-        hooks: what happens around the steps.
-
     Attributes:
         wrapped: the model as it is called in training.
         group_options: what the recipe gives the optimizer's groups, whatever a checkpoint brought.

@@ -42,9 +42,7 @@ OF_TRAINING = (
 class Hub:
     """Uploads each checkpoint when it is complete, and the final model; rank 0 has it.
 
-    Args:
-        args: transformers' TrainingArguments.
-        is_dry: ask the hub who we are, which needs network and login, and make and send nothing.
+    ``is_dry`` asks the hub who we are, which needs network and login, and makes and sends nothing.
     """
 
     def __init__(self, args: TrainingArguments, *, is_dry: bool = False) -> None:
@@ -92,11 +90,7 @@ class Hub:
             self._upload = self._begin(checkpoint, f"{message}, checkpoint", folder)
 
     def push_final(self, final: Path) -> None:
-        """Upload the final model and wait for it.
-
-        Raises:
-            TrainkitError: the hub did not take it.
-        """
+        """Upload the final model and wait for it."""
         self._report_failure()
         error = self._begin(final, "End of training").exception()  # waits
         if error is not None:

@@ -117,11 +117,7 @@ class Rows(Hook):
                 own.sums = torch.where(left_out, earlier, own.sums)
 
     def due(self, loop: LoopState) -> None:
-        """Log the row.
-
-        Raises:
-            DataError: more streamed rows were dropped than allowed.
-        """
+        """Log the row."""
         num_steps = loop.state.global_step - self.logged_step
         if not loop.control.should_log or num_steps <= 0:
             return
@@ -293,10 +289,6 @@ def training_flops_per_token(model: Any, max_length: int) -> float:
     causal. The input embedding is a look-up and does not count, the output head does. A frozen
     weight needs no gradient of its own and counts 4. Of a mixture's experts, those count that a
     token is sent to.
-
-    Args:
-        model: the transformers or peft model as it is trained.
-        max_length: tokens per sequence, for the attention term.
     """
     config = model.config.get_text_config()
     trained = frozen = 0.0

@@ -37,10 +37,6 @@ def on_gradient(parameter: torch.Tensor, method: Callable[[torch.Tensor], None])
 
     The hook does not keep the method's owner alive: Python's garbage collector cannot look into
     hooks, so an optimizer that one holds would never be freed, nor would its masters and states.
-
-    Args:
-        parameter: a leaf.
-        method: of an object.
     """
     known = weakref.WeakMethod(method)
 
@@ -53,12 +49,7 @@ def on_gradient(parameter: torch.Tensor, method: Callable[[torch.Tensor], None])
 
 
 class Arrivals:
-    """What is known of a step's gradients when they are gone.
-
-    Args:
-        device: of the gradients.
-        num_ranks: processes over which gradients are averaged here, since no wrapper does.
-    """
+    """What is known of a step's gradients when they are gone."""
 
     def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
@@ -81,11 +72,7 @@ class Arrivals:
         return self._is_bad
 
     def lets_step(self, optimizer: Any) -> bool:
-        """Whether the next step may be taken; torch's fused optimizers ask the device themselves.
-
-        Args:
-            optimizer: whose step comes next.
-        """
+        """Whether the next step may be taken; torch's fused ones ask the device themselves."""
         if self._is_bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf, optimizer.grad_scale = self._is_bad, None
             return True
@@ -107,11 +94,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     Parameters that are fp32 already are handed to the inner optimizer as they are. The copies live
     in the optimizer's state, so a checkpoint holds them and a resumed run continues exactly.
 
-    Args:
-        param_groups: dictionaries with ``params`` and options, as torch optimizers take them.
-        make_inner: builds the inner optimizer from groups of fp32 parameters.
-        arrivals: a parameter's step is taken in the backward pass, as soon as its gradient is
-            there; such an optimizer's ``step`` only ends the step.
+    With ``arrivals`` a parameter's step is taken in the backward pass, as soon as its gradient is
+    there; ``step`` then only ends the step.
     """
 
     def __init__(
@@ -406,12 +390,7 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
 
     Gradients are summed in fp32 until their step, as with masters.
 
-    Args:
-        param_groups: as torch optimizers take them.
-        make_inner: builds the inner optimizer from groups of fp32 parameters.
-        seed: of the run.
-        in_pieces: the optimizer is elementwise: large parameters are taken in pieces.
-        arrivals: see `MasterWeightOptimizer`.
+    ``in_pieces``: the optimizer is elementwise, and large parameters are taken in pieces.
     """
 
     def __init__(

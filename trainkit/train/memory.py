@@ -20,11 +20,7 @@ from trainkit.train.run import Run
 
 
 def expect(run: Run, gpu: Gpu) -> Estimate | None:
-    """The estimate of a run on this process's GPU; None where nobody can say.
-
-    Raises:
-        TrainkitError: the run cannot fit, and nobody insists.
-    """
+    """The estimate of a run on this process's GPU; None where nobody can say."""
     try:
         plan = plan_of(run.recipe, run.process.world_size)
     except ModelError as error:

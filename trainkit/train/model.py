@@ -56,11 +56,8 @@ class BuiltModel:
     """A model ready to be trained, and what was done to it.
 
     Attributes:
-        model: the transformers or peft model.
         attention: what it attends with, and why.
         report: what kernels and fused adapters replaced; None when none were asked for.
-        num_trained: parameters that are trained.
-        num_parameters: all of them.
         adapters: what is adapted and what is quantised; None for full fine-tuning.
         num_towers: frozen parameters of towers that no text reaches.
         fp8: what trains in fp8, and how it was chosen; None where nothing does.
@@ -98,13 +95,6 @@ class BuiltModel:
         """Hold attention and kernels against the plain model and say what runs.
 
         The result is what ``kernels.json`` holds.
-
-        Args:
-            batch: ``input_ids`` and ``labels`` of real samples, (B, S).
-
-        Raises:
-            TrainkitError: an op is less exact than plain torch, or the attention that the recipe
-                names is not the model's; it is named.
         """
         require_proof(self.attention)
         record: dict[str, Any] = {"attention": asdict(self.attention)}

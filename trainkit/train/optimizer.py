@@ -25,9 +25,6 @@ def keep_projections(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     A projection is made again from its values; its class is that of the package at hand. Of a
     decomposed gradient it keeps the part that it uses, on the GPU and in checkpoints.
-
-    Args:
-        optimizer: of galore_torch or apollo_torch.
     """
 
     def turned(saved: dict[str, Any], key: str, other: str, turn: Callable[[Any], Any]) -> Any:
@@ -106,11 +103,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon's update is scaled to AdamW's size (``match_rms_adamw``), so that a rate and a weight decay
     mean the same to both.
-
-    Args:
-        groups: of parameters; `IS_HIDDEN` says whose they are.
-        muon: options of ``torch.optim.Muon``.
-        adamw: options of ``torch.optim.AdamW``.
     """
 
     def __init__(
@@ -146,11 +138,7 @@ SMALLEST = 100_000
 def keep_pages(optimizer: Any) -> Any:
     """Have an optimizer of bitsandbytes load states to where it would have made them.
 
-    Args:
-        optimizer: paged or not; nothing changes for one that is not.
-
-    Returns:
-        The same.
+    Nothing changes for an optimizer that is not paged.
     """
     if not optimizer.is_paged:
         return optimizer
@@ -185,13 +173,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Trained parameters in groups: with and without weight decay, and LoRA's B matrices apart.
 
-    Args:
-        model: the model, adapters attached.
-        decay_names: names of the parameters that weight decay applies to.
-        weight_decay: for those.
-        learning_rate: of everything but LoRA's B matrices.
-        lora_plus_ratio: the B matrices learn this many times faster (LoRA+, arXiv:2402.12354).
-        options_of: what an optimizer is told of a parameter besides.
+    With ``lora_plus_ratio`` LoRA's B matrices learn so many times faster (LoRA+, arXiv:2402.12354).
     """
     groups: dict[tuple[bool, bool, tuple[Any, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -247,9 +229,6 @@ def make_optimizer(
         keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
         num_ranks: processes whose gradients the optimizer averages, where it does.
-
-    Raises:
-        ModelError: of float16 weights without a loss scaler.
     """
     row = optimizer_row(args.optim)
     is_half = not engine_keeps_masters and needs_master_weights(model)

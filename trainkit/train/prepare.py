@@ -59,15 +59,7 @@ KEY = "training.optim"
 
 
 def refuse_unfit_optimizer(optim: str | None, *, on_gpu: bool) -> None:
-    """Refuse an optimizer whose package or device is missing.
-
-    Args:
-        optim: the row's name; None is the default.
-        on_gpu: the run computes on one.
-
-    Raises:
-        RecipeError: with the command that installs what is missing.
-    """
+    """Refuse an optimizer whose package or device is missing."""
     row = optimizer_row(optim)
     if row.package is not None and importlib.util.find_spec(row.package.module) is None:
         raise RecipeError(
@@ -84,15 +76,7 @@ def refuse_unfit_optimizer(optim: str | None, *, on_gpu: bool) -> None:
 
 
 def prepare(run: Run, ledger: Path) -> None:
-    """Tokenizer, data, arguments: in this order, since the last one starts the process group.
-
-    Args:
-        run: gets them.
-        ledger: the file for rows that are dropped, cut or repaired.
-
-    Raises:
-        TrainkitError: the model, the data or the settings cannot be trained as they are.
-    """
+    """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
     recipe, console = run.recipe, run.console
     training = recipe.training
     run.layout = layout = layout_of(recipe, run.process)
@@ -296,11 +280,7 @@ def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:
 
 
 def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
-    """Transformers' TrainingArguments; with several ranks the process group exists after this.
-
-    Raises:
-        RecipeError: transformers refuses the combination, or float16 is to train on a CPU.
-    """
+    """Transformers' TrainingArguments; with several ranks the process group exists after this."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu and recipe.training.get("fp16"):
         raise RecipeError(
@@ -327,16 +307,7 @@ def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
 def training_arguments(
     training: Mapping[str, Any], layout: Layout, *, output_dir: Path
 ) -> TrainingArguments:
-    """Build the arguments; starts the process group when there are several ranks.
-
-    Args:
-        training: the recipe's ``training`` section, with what is derived.
-        layout: how the run is spread over processes.
-        output_dir: the run directory.
-
-    Raises:
-        RecipeError: transformers refuses the combination.
-    """
+    """Build the arguments; starts the process group when there are several ranks."""
     on_cpu = not torch.cuda.is_available()
     meet_anew(layout.process)
     layout.engine.prepare(layout.process, on_cpu=on_cpu)
@@ -366,12 +337,7 @@ def training_arguments(
 
 
 def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> dict[str, Derived]:
-    """What the arguments say otherwise than a recipe does: worked out only when the run was built.
-
-    Args:
-        arguments: as the run has them.
-        shown: field to value, as the recipe and what follows from it say.
-    """
+    """What the arguments say otherwise than a recipe does: known once the run was built."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Enum):
@@ -409,10 +375,6 @@ _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, OSError)
 @contextmanager
 def settings_refused_by(what: str, where: str) -> Iterator[None]:
     """Turn the errors of a library that is being set up into one about the recipe.
-
-    Args:
-        what: is being set up: ``the optimizer``.
-        where: the key of the recipe that it follows.
 
     Raises:
         RecipeError: in place of any other error. What the GPU says passes.
@@ -459,19 +421,12 @@ def refuse_contradicting_start() -> None:
     """Hold the environment as the process's first run finds it.
 
     The libraries of that run then set some of these variables, for which no later one is refused.
-
-    Raises:
-        RecipeError: naming the variable and the key that stands for it; the next call asks again.
     """
     refuse_contradicting_variables(os.environ)
 
 
 def refuse_contradicting_variables(environ: Mapping[str, str]) -> None:
-    """Refuse what accelerate reads of its environment: a recipe says all that a run does.
-
-    Raises:
-        RecipeError: naming the variable and the key that stands for it.
-    """
+    """Refuse what accelerate reads of its environment: a recipe says all that a run does."""
     for name, value in sorted(environ.items()):
         instead = next((keys for prefix, keys in _INSTEAD.items() if name.startswith(prefix)), None)
         if instead is not None and value.strip().lower() not in _OFF:

@@ -121,13 +121,7 @@ def next_choice(
     *,
     offload: bool = True,
 ) -> Choice:
-    """The choice that the measured steps allow.
-
-    Args:
-        budget: bytes.
-        measured: the steps so far, the latest last.
-        offload: whether inputs may go to the host.
-    """
+    """The choice that the measured steps allow."""
     latest, choice = measured[-1], measured[-1].choice
     whole = max(each.whole for each in measured)
     slim = max(each.slim for each in measured)
@@ -247,12 +241,7 @@ ALL = RecomputeOptions(every=1)
 
 
 def recompute_hooks(recipe: Recipe, *, is_on: bool) -> list[Hook]:
-    """What a recipe says of activations, by the new keys or the older ones.
-
-    Args:
-        recipe: of the run.
-        is_on: ``training.gradient_checkpointing``.
-    """
+    """What a recipe says of activations, by the new keys or the older ones."""
     options = RecomputeOptions.of(recipe.recompute)
     if options is not None and options.budget_gib is not None:
         return [KeepToBudget(options)]
@@ -270,10 +259,6 @@ class RecomputeLayers(Hook):
     """Has layers recompute, and offload, for as long as the training lasts.
 
     Not earlier: the loop enables checkpointing itself, when it begins.
-
-    Args:
-        options: which layers.
-        offload: whether inputs of recomputed layers go to the host.
     """
 
     _layers: Recomputed | None = None
@@ -301,11 +286,7 @@ class RecomputeLayers(Hook):
 
 
 class KeepToBudget(Hook):
-    """Measures steps, chooses the layers that recompute, and says what it chose.
-
-    Args:
-        options: with a budget.
-    """
+    """Measures steps, chooses the layers that recompute, and says what it chose."""
 
     def __init__(self, options: RecomputeOptions) -> None:
         self._options, self._budget_gib = options, options.budget_gib or 0.0

@@ -62,7 +62,6 @@ class Start:
     Attributes:
         what: unbroken, killed in step 3, killed while a checkpoint was written, resumed to the end.
         begins_at: the step of the checkpoint it went on from.
-        seconds: how long it took.
     """
 
     what: str
@@ -78,8 +77,6 @@ class Verdict:
         is_same: every byte that was compared.
         compared: what to whether it is the same.
         differences: of what is not, in words.
-        starts: in order.
-        seconds: all of it.
         overrides: how the recipe was shortened.
     """
 
@@ -96,11 +93,7 @@ class Verdict:
 
 
 def shortened(config: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """What makes a recipe short enough to be rehearsed, and leaves its numbers' way as it is.
-
-    Raises:
-        RecipeError: the recipe is wrong.
-    """
+    """What makes a recipe short enough to be rehearsed, and leaves its numbers' way as it is."""
     recipe = load_recipe(config, overrides).recipe
     found = [
         f"training.max_steps={STEPS}",
@@ -146,9 +139,6 @@ def rehearse(
         seed: of the moments.
         parent: where the runs are while it lasts: on the disk that is to be tried.
         say: told of each start.
-
-    Raises:
-        RehearsalError: a start failed by itself; with what it said.
     """
     began = time.monotonic()
     verdict = Verdict(overrides=shortened(config, overrides))

@@ -37,15 +37,10 @@ class Run:
     """One ``trainkit sft`` as this process sees it.
 
     Attributes:
-        loaded: the recipe with the origin of every value.
-        options: what the command line says about this start.
-        process: which of the run's processes this is.
         console: speaks on rank 0.
         stages: times the way to the first step.
         layout: how the run is spread over processes.
-        tokenizer: of the model.
         data: what is trained and evaluated on.
-        args: transformers' arguments.
         held_out: conversations to be answered.
         metrics: how answers are judged.
         data_options: how training renders conversations.
@@ -54,8 +49,6 @@ class Run:
         fingerprint: data, processes and versions, which a continued run must share.
         point: the checkpoint it continues from; None begins at step 0.
         review: what is not as it was there.
-        directory: the run directory.
-        built: the model.
         teacher: the model that is learnt from; None without one.
         checkpoints: writes them.
         numbers: what to do about steps whose numbers are bad, and the steps so far.

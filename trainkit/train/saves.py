@@ -68,11 +68,7 @@ def random_file(folder: Path, args: Any) -> Path:
 
 
 def load_random_state(folder: Path, args: Any, point: ResumePoint | None) -> None:
-    """Go on drawing where a checkpoint left off; one of other ranks leaves all as it is.
-
-    Raises:
-        CheckpointError: this rank's states are missing, or are none.
-    """
+    """Go on drawing where a checkpoint left off; one of other ranks leaves all as it is."""
     path = random_file(folder, args)
     ranks = None if point is None else point.fingerprint.get("num_ranks")
     if not path.is_file() and ranks not in (None, args.world_size):
@@ -92,11 +88,7 @@ def load_random_state(folder: Path, args: Any, point: ResumePoint | None) -> Non
 
 
 def load_schedule(scheduler: Any, folder: Path, step: int, args: Any) -> None:
-    """Have a schedule go on behind a step.
-
-    Raises:
-        CheckpointError: its state is missing, is of another schedule or of another step.
-    """
+    """Have a schedule go on behind a step."""
     path = folder / SCHEDULER
     saved, own = saved_by_torch(path), scheduler.state_dict()
     with taking_up(path):
@@ -208,11 +200,7 @@ _MASTER_BYTES = 4.0
 
 
 def refuse_small_disk(loop: LoopState, run: Path) -> None:
-    """See before the first step that a checkpoint and the final model fit.
-
-    Raises:
-        CheckpointError: they do not, with the numbers.
-    """
+    """See before the first step that a checkpoint and the final model fit."""
     saves = loop.args.save_strategy != "no"
     final = weight_bytes(loop)
     checkpoint = expected_bytes(loop) if saves else 0
@@ -321,17 +309,6 @@ def check_weights(
     """Refuse to go on with weights or optimizer states that are NaN or infinite, on any rank.
 
     One pass over them; all ranks call it together.
-
-    Args:
-        model: whole, or sharded by ZeRO-3.
-        optimizer: what it trains with, or None.
-        ranks: the processes.
-        what: would have been written, for the message.
-        fix: for the message.
-        walk: of this model, from an earlier check.
-
-    Raises:
-        NumberError: naming the first tensors.
     """
     names, tensors = [], []
     for name, tensor in numbers_of(model, optimizer, walk):

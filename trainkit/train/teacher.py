@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_teacher(run: Run) -> Any:
-    """The model that ``distill.teacher`` names, frozen, with the run's attention and kernels.
-
-    Raises:
-        ModelError: its tokens are not the student's.
-    """
+    """The model that ``distill.teacher`` names, frozen, with the run's attention and kernels."""
     recipe, engine = run.recipe, run.layout.engine
     assert recipe.distill is not None
     source = recipe.model.replace(
@@ -74,11 +70,7 @@ class ToldBefore(Hook):
 
 
 def _read(data: TrainingData) -> None:
-    """Fill `ToldDataset.stored`.
-
-    Raises:
-        DataError: a sample is not what its row was when the teacher spoke.
-    """
+    """Fill `ToldDataset.stored`."""
     samples = data.samples
     assert isinstance(samples, ToldDataset)
     prepared, stored = samples.data, {}

@@ -56,8 +56,6 @@ class ConvertOptions:
 
     Attributes:
         dtype: ``float32``, ``bfloat16``, ``float16``; None keeps each tensor's own.
-        max_shard_bytes: size of a weights file.
-        verify: compare the function of source and result layer by layer.
     """
 
     dtype: str | None = None
@@ -67,13 +65,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion.
-
-    Attributes:
-        target: the directory.
-        num_tensors: written.
-        proof: what the comparison found; None when it was not asked for.
-    """
+    """A finished conversion."""
 
     target: Path
     num_tensors: int
@@ -89,12 +81,7 @@ def convert_model(
 ) -> Conversion:
     """Convert a model directory between a GLM layout and Qwen2.
 
-    Args:
-        source: holds config.json and the weights.
-        target: must not exist.
-        target_format: a key of ``FORMATS``. One side of the conversion must be ``qwen2``.
-        options: dtype, shard size, proof.
-        progress: called with one line about each stage.
+    One of the two formats, keys of ``FORMATS``, must be ``qwen2``.
 
     Raises:
         CheckpointError: the source cannot be converted exactly, is hostile or damaged, the disk is
@@ -146,11 +133,7 @@ def convert_model(
 
 
 def keymap_between(source_format: str, target_format: str, geometry: Geometry) -> Keymap:
-    """The keymap from one layout to another, one of which is Qwen2.
-
-    Raises:
-        CheckpointError: neither or both are.
-    """
+    """The keymap from one layout to another, one of which is Qwen2."""
     if target_format == "qwen2" and source_format != "qwen2":
         return keymap_to_qwen2(source_format, geometry)
     if source_format == "qwen2" and target_format != "qwen2":
@@ -159,11 +142,7 @@ def keymap_between(source_format: str, target_format: str, geometry: Geometry) -
 
 
 def _plan(steps: Sequence[Step], reader: GlmSource, dtype: torch.dtype | None) -> list[TensorInfo]:
-    """The shapes of the result, from the shapes of the source.
-
-    Raises:
-        CheckpointError: the shapes do not fit the config.
-    """
+    """The shapes of the result, from the shapes of the source."""
     plan = []
     for step in steps:
         shadows = [
@@ -186,11 +165,7 @@ def _plan(steps: Sequence[Step], reader: GlmSource, dtype: torch.dtype | None) -
 
 
 def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
-    """Every tensor on Qwen2's side has the shape that the config promises, and plain numbers.
-
-    Raises:
-        CheckpointError: names the first that has not.
-    """
+    """Every tensor on Qwen2's side has the shape that the config promises, and plain numbers."""
     for info in qwen2_side:
         if info.dtype not in _PLAIN_DTYPES:
             raise CheckpointError(

@@ -39,18 +39,7 @@ _WEIGHT = ".weight"
 def convert_adapter(source: Path, target: Path, base: Path, target_format: str) -> int:
     """Write an adapter for the converted model.
 
-    Args:
-        source: adapter directory.
-        target: must not exist.
-        base: model directory that the adapter belongs to; only its config.json is read.
-        target_format: a key of ``FORMATS``.
-
-    Returns:
-        The number of adapted modules written.
-
-    Raises:
-        CheckpointError: the adapter does not fit the base, or holds what does not fit the
-            target.
+    Of ``base``, the model that it belongs to, only config.json is read.
     """
     adapter = read_adapter(source)
     config = read_config(Path(base))

@@ -38,11 +38,7 @@ class Geometry:
     """The sizes that a conversion needs, independent of how a config spells them.
 
     Attributes:
-        head_dim: dimensions of an attention head.
         rotary_dim: how many of them the rotary embedding turns.
-        rope_theta: its base.
-        max_positions: the context length.
-        rms_norm_eps: inside every norm.
         is_tied: the output matrix is the embedding.
     """
 
@@ -87,11 +83,8 @@ class Format:
     """One layout of a checkpoint.
 
     Attributes:
-        model_type: as in config.json.
-        architecture: transformers' class, or the remote code's.
         keys: Geometry field to config key, for those that are a plain number.
         required: config key to (the value it must have, the value when absent, why).
-        written: further entries of a fresh config.json.
         read_rope: config and head_dim to ``(theta, rotary_dim)``.
         write_rope: Geometry to config entries.
     """
@@ -326,17 +319,7 @@ _PROJECTIONS = {
 
 
 class GlmSource:
-    """The tensors of a checkpoint with zeros for biases that it lacks and no matrix twice.
-
-    Args:
-        reader: of its files.
-        layout: a key of ``FORMATS``.
-        config: its config.json.
-        geometry: its sizes.
-
-    Raises:
-        CheckpointError: config and files contradict each other.
-    """
+    """The tensors of a checkpoint with zeros for biases that it lacks and no matrix twice."""
 
     def __init__(
         self, reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry

@@ -139,7 +139,6 @@ class Rule:
     Attributes:
         source: names; ``{layer}`` stands for the layer's number, in all of them or in none.
         target: names, with ``{layer}`` likewise.
-        transform: from the source list to the target list.
     """
 
     source: tuple[str, ...]
@@ -170,7 +169,6 @@ class Left:
 
     Attributes:
         pattern: a regular expression on the whole name.
-        reason: why the target does without.
     """
 
     pattern: str
@@ -188,13 +186,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Keymap:
-    """The conversion of one format's weights into another's.
-
-    Attributes:
-        name: for messages.
-        rules: the table.
-        left: what is left out, with reasons.
-    """
+    """The conversion of one format's weights into another's."""
 
     name: str
     rules: tuple[Rule, ...]
@@ -206,18 +198,7 @@ class Keymap:
         return replace(self, name=f"inverse of {self.name}", rules=rules, left=())
 
     def steps(self, num_layers: int, names: Iterable[str]) -> list[Step]:
-        """Match the table against the tensors that are there.
-
-        Args:
-            num_layers: how often the per-layer rules apply.
-            names: the source's tensors.
-
-        Returns:
-            Steps in the order of the table, layer by layer.
-
-        Raises:
-            CheckpointError: lists the names without a rule and those that a rule misses.
-        """
+        """Match the table against the tensors that are there."""
         steps = self.all_steps(num_layers)
         present = {name for name in names if self.left_reason(name) is None}
         wanted = {name for step in steps for name in step.source}
@@ -293,11 +274,6 @@ def full_base(theta: float, head_dim: int, rotary_dim: int) -> float:
 def longrope_factors(theta: float, head_dim: int, rotary_dim: int) -> list[float]:
     """The factor of each of the ``head_dim/2`` pairs.
 
-    Args:
-        theta: GLM's base, ``10000 * rope_ratio``.
-        head_dim: dimensions of a head, even.
-        rotary_dim: how many of them GLM rotates, even.
-
     Raises:
         CheckpointError: no float32 factor gives GLM's frequency exactly, as for one in thirty of
             random bases from 1e4 to 1e8; or the base is beyond float32.
@@ -339,11 +315,7 @@ def rope_scaling(
 
 
 def read_back(base: float, scaling: dict[str, object], head_dim: int) -> tuple[float, int]:
-    """GLM's ``(theta, rotary_dim)`` out of what ``rope_scaling`` wrote.
-
-    Raises:
-        CheckpointError: the rotary embedding is not one that this module wrote.
-    """
+    """GLM's ``(theta, rotary_dim)`` out of what ``rope_scaling`` wrote."""
     short, long = scaling.get("short_factor"), scaling.get("long_factor")
     if scaling.get("rope_type") == "longrope" and isinstance(short, list) and short == long:
         is_turning = [abs(factor - 1) < _ROUNDING for factor in short]

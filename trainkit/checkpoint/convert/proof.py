@@ -55,8 +55,6 @@ class Proof:
     """The comparison's result.
 
     Attributes:
-        positions: of the tokens.
-        layers: errors in order.
         max_logit_error: largest absolute difference of a logit, over all tokens.
         max_logit: largest absolute logit of the source.
     """
@@ -80,16 +78,8 @@ def prove_same_function(
 ) -> Proof:
     """Compare a GLM checkpoint and a Qwen2 one.
 
-    Args:
-        glm: directory in a GLM layout.
-        qwen2: directory in Qwen2's layout.
-        geometry: their sizes.
-        rounded_to: the dtype that the conversion changed the weights to. Both sides are rounded so
-            before the comparison, which is about the arithmetic and not about that choice.
-        progress: called with one line about each layer.
-
-    Raises:
-        CheckpointError: names the first layer that differs.
+    Both sides are first rounded to ``rounded_to``, as the conversion did: this is about the
+    arithmetic, not about that choice.
     """
     positions = torch.tensor([[p for p in POSITIONS if p < geometry.max_positions]])
     generator = torch.Generator().manual_seed(0)

@@ -68,7 +68,6 @@ class MergeOptions:
         base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
             that training saw) or ``original`` (the weights before they were packed).
         dtype: of the result; None keeps each tensor's own.
-        max_shard_bytes: size of a weights file.
         verify: compare the result with base and adapter on a few prompts; loads both models.
         any_base: merge into a base of the same shapes even if the adapter was trained over others.
         trust_remote_code: run code that comes with the model, and keep it with the result.
@@ -86,13 +85,7 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class Merge:
-    """A finished merge.
-
-    Attributes:
-        target: the directory.
-        changes: one for each tensor that the adapter touches.
-        parity: None when it was not asked for.
-    """
+    """A finished merge."""
 
     target: Path
     changes: tuple[ModuleChange, ...]
@@ -111,14 +104,8 @@ def merge_adapter(
 ) -> Merge:
     """Write base and adapter as one plain model.
 
-    Args:
-        adapter: what ``read_adapter`` read.
-        base: model directory that the adapter was trained on.
-        target: must not exist.
-        options: see there.
-        progress: called with one line about each stage.
-        origin: what the record names as the adapter, where it was unpacked from elsewhere.
-        stored: the base that the run named, where ``base`` was unpacked from it.
+    ``stored`` is the base that the run named, where ``base`` was unpacked from it; ``origin`` is
+    what the record names as the adapter.
 
     Raises:
         CheckpointError: the adapter does not fit the base or changes nothing; the merged model
@@ -248,12 +235,7 @@ def _record(
 
 
 def needs_the_model(adapter: Adapter, names: Collection[str]) -> bool:
-    """Whether an adapter changes weights that the base's files do not hold under those names.
-
-    Args:
-        adapter: as ``read_adapter`` read it.
-        names: of the tensors in the base's files.
-    """
+    """Whether an adapter changes weights that the base's files do not hold under those names."""
     if adapter.config.get("target_parameters"):
         return True
     layers = [f"{module}.weight" for module in adapter.modules if ".layers." in module]
@@ -276,13 +258,6 @@ class PeftWeights:
         packing: Packing | None = None,
     ) -> None:
         """Merge, in the machine's own memory: four bytes a weight.
-
-        Args:
-            files: the base's weights.
-            model: the base, in float32.
-            adapter: what to put into them.
-            dtype: of the result; None keeps each tensor's own.
-            packing: for an adapter trained over a 4-bit base.
 
         Raises:
             CheckpointError: the adapter belongs to another model, or treats the two ends of a tied

@@ -28,10 +28,7 @@ def quantized_names(directory: Path, quantize: str, *, trust_remote_code: bool =
 
     And of experts in nf4, with which routers stay as they are.
 
-    Args:
-        directory: holds config.json; the model is built without memory for its weights.
-        quantize: how.
-        trust_remote_code: by code that comes with it.
+    The model is built without memory for its weights.
     """
     from transformers import AutoConfig
 
@@ -58,9 +55,7 @@ def quantized_names(directory: Path, quantize: str, *, trust_remote_code: bool =
 def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """Quantise to e4m3 with a scale a row and back, as a run over an fp8 base saw the weight.
 
-    Args:
-        weight: (N, K), any float dtype; a shape that stays in 16 bits comes back as it is.
-        compute_dtype: what the run loaded the weights in.
+    A shape that stays in 16 bits comes back as it is.
     """
     weight = weight.to(compute_dtype)
     if not fits_fp8(*weight.shape):
@@ -70,15 +65,7 @@ def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
 
 
 def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """Pack to nf4 with packed scales and unpack again, as a QLoRA run's forward does.
-
-    Args:
-        weight: any float dtype.
-        compute_dtype: what the run loaded the weights in and unpacks them to.
-
-    Raises:
-        CheckpointError: bitsandbytes is not installed.
-    """
+    """Pack to nf4 with packed scales and unpack again, as a QLoRA run's forward does."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise CheckpointError(
             "the 4-bit base needs bitsandbytes, which is not installed",
@@ -111,7 +98,6 @@ class ModuleChange:
     """What the merge did to one tensor.
 
     Attributes:
-        name: of the tensor.
         relative_update: norm of the update over norm of the weight, in float32.
         changed_fraction: share of the values that differ after rounding.
         error_dequantized: of the merged weight against what training computed with, relative,
@@ -131,8 +117,6 @@ class Packing:
     """The quantised base that an adapter was trained over.
 
     Attributes:
-        quantize: how, as in the recipe.
-        names: the weights that were packed.
         compute_dtype: what they are unpacked to.
         base: whether the adapter is merged into the unpacked weights or the original ones.
     """
@@ -155,18 +139,7 @@ class MergedWeights:
         dtype: torch.dtype | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """Check that adapter and base fit.
-
-        Args:
-            base: the base model's weights.
-            adapter: what to put into them.
-            config: the base's config.json.
-            dtype: of the result; None keeps each tensor's own.
-            packing: for an adapter trained over a 4-bit base.
-
-        Raises:
-            CheckpointError: the adapter belongs to another model.
-        """
+        """Check that adapter and base fit."""
         self._base, self._adapter, self._packing = base, adapter, packing
         is_tied = bool(config.get("tie_word_embeddings")) and _HEAD not in base.tensors
         self.is_untied = is_tied and self._must_untie()
@@ -288,18 +261,7 @@ class MergedWeights:
 def change_of(
     name: str, before: Tensor, exact: Tensor, result: Tensor, *errors: float
 ) -> ModuleChange:
-    """What the merge did to a tensor.
-
-    Args:
-        name: of the tensor.
-        before: its values in float32.
-        exact: the merged ones in float32.
-        result: the merged ones as they are written.
-        errors: see ``ModuleChange``.
-
-    Raises:
-        CheckpointError: a value is not finite.
-    """
+    """What the merge did to a tensor."""
     if not torch.isfinite(result).all():
         raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
     update = changed = 1.0

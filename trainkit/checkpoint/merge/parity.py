@@ -37,7 +37,6 @@ class PromptParity:
     """One prompt.
 
     Attributes:
-        prompt: the text.
         adapter: greedy continuation of base and adapter.
         merged: greedy continuation of the merged model.
         max_logit_error: over the prompt and the adapter's continuation.
@@ -88,11 +87,7 @@ class Parity:
         return sum(prompt.adapter == prompt.merged for prompt in self.prompts)
 
     def check(self) -> None:
-        """Refuse a merge that is far from the adapter, measured by what the adapter does.
-
-        Raises:
-            CheckpointError: it is.
-        """
+        """Refuse a merge that is far from the adapter, measured by what the adapter does."""
         if not self.divergence <= max(_LARGEST_DIVERGENCE, self.effect / 2):
             raise CheckpointError(
                 f"the merged model is {self.divergence:.2e} nats a token from base and adapter, "

@@ -91,8 +91,6 @@ class Adapter:
     """A complete adapter.
 
     Attributes:
-        directory: where it was read.
-        config: adapter_config.json.
         modules: by module name in the base model.
         replaced: tensors trained in full, by tensor name (``modules_to_save``).
     """
@@ -117,12 +115,7 @@ def is_adapter(directory: Path) -> bool:
 def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str, Any]:
     """adapter_config.json, refused where it asks for what a plain merge cannot give.
 
-    Args:
-        directory: of the adapter.
-        with_peft: peft is at hand to merge what has no place in a table of modules.
-
-    Raises:
-        CheckpointError: not a LoRA adapter, or one of a kind that is not known here.
+    ``with_peft``: peft is at hand to merge what has no place in a table of modules.
     """
     config = read_json(plain_file(Path(directory), CONFIG_NAME))
     where = str(directory)
@@ -156,11 +149,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
 
 
 def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
-    """Refuse a scale that is NaN or infinite: JSON readers take NaN and Infinity.
-
-    Raises:
-        CheckpointError: naming the key.
-    """
+    """Refuse a scale that is NaN or infinite: JSON readers take NaN and Infinity."""
     alphas = config.get("alpha_pattern")
     alphas = alphas if isinstance(alphas, dict) else {}  # of others `refuse_endless` speaks
     named = {f"alpha_pattern.{key}": alphas[key] for key in alphas}
@@ -176,13 +165,7 @@ def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
 def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     """Read a saved adapter; its tensors are small and held in memory.
 
-    Args:
-        directory: of the adapter.
-        with_peft: take one with ``target_parameters`` too (of experts), which peft reads; it then
-            has no modules here.
-
-    Raises:
-        CheckpointError: it is none, is damaged, or is of a kind that is not known here.
+    ``with_peft`` takes one with ``target_parameters`` (of experts) too, which has no modules here.
     """
     directory = Path(directory)
     config = read_adapter_config(directory, with_peft=with_peft)
@@ -215,16 +198,7 @@ def vocabulary_rows(directory: Path) -> int | None:
 def adapter_from_tensors(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Adapter:
-    """Sort an adapter's tensors by module.
-
-    Args:
-        directory: for messages.
-        config: adapter_config.json.
-        tensors: with peft's names.
-
-    Raises:
-        CheckpointError: a half of a pair is missing, or a name is not peft's.
-    """
+    """Sort an adapter's tensors by module."""
     parts: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -288,11 +262,7 @@ def _module_adapter(
 
 
 def scaling_of(module: str, lora_rank: int, config: Mapping[str, Any], directory: Path) -> float:
-    """Peft's factor for a module: alpha over r, or over its root, with the patterns applied.
-
-    Raises:
-        CheckpointError: the config's rank is not that of the tensors.
-    """
+    """Peft's factor for a module: alpha over r, or over its root, with the patterns applied."""
     wanted = _by_pattern(module, config.get("rank_pattern") or {}, config.get("r"))
     alpha = _by_pattern(module, config.get("alpha_pattern") or {}, config.get("lora_alpha"))
     if wanted != lora_rank or not isinstance(alpha, int | float):
@@ -305,11 +275,7 @@ def scaling_of(module: str, lora_rank: int, config: Mapping[str, Any], directory
 
 
 def _by_pattern(module: str, patterns: Mapping[str, Any], default: Any) -> Any:
-    """Peft matches a pattern as a regular expression on the end of the module's name.
-
-    Raises:
-        CheckpointError: the patterns are none.
-    """
+    """Peft matches a pattern as a regular expression on the end of the module's name."""
     try:
         for pattern, value in patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", module):

@@ -58,9 +58,6 @@ def base_files(
         directory: of the base, or its .gguf file.
         weights: those too; a model that trains whole has its own in every checkpoint.
         gguf_file: the one that has the weights, where it is one.
-
-    Raises:
-        CheckpointError: there are no weights.
     """
     if directory.is_file():
         directory, gguf_file = directory.parent, directory.name
@@ -112,9 +109,7 @@ def _state(path: Path) -> list[int]:
 def write_fingerprint(adapter: Path, files: Mapping[str, str] | None = None) -> bool:
     """Keep the record of an adapter's base next to the adapter.
 
-    Args:
-        adapter: directory; its adapter_config.json names the base.
-        files: the base's digests as it was loaded; None reads it as it is now.
+    Without ``files``, the digests of the base as it was loaded, it is read as it is now.
 
     Returns:
         Whether it was written. False for what is not an adapter, and where the base has no

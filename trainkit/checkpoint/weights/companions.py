@@ -45,17 +45,8 @@ def carry_companions(
 ) -> dict[str, str]:
     """Bring the tokenizer and the generation settings over.
 
-    Args:
-        source: model directory.
-        target: directory to write into.
-        config: the source's config.json.
-        new_config: the target's.
-
     Returns:
         File name to how it came: ``copied``, ``written``, ``built from tokenizer.model``.
-
-    Raises:
-        CheckpointError: the tokenizer is there in a form that cannot be carried.
     """
     came = dict.fromkeys(_copy_tokenizer(source, target, _COPIED), "copied")
     if (source / "tokenizer_config.json").exists():
@@ -83,9 +74,6 @@ def copy_companions(
             that has generation settings gives those. A run's own come before its base's.
         target: directory to write into.
         with_code: the code that their settings name, too; nothing else loads the result.
-
-    Returns:
-        File name to the directory it came from.
     """
     came: dict[str, str] = {}
     tokenizer = next((p for p in sources if (p / "tokenizer_config.json").exists()), None)
@@ -149,15 +137,7 @@ def stored_at(base: Path) -> Path:
 
 
 def copy_processors(source: Path, target: Path) -> list[str]:
-    """Copy the settings of a model's processors, where it has any and the target has none.
-
-    Args:
-        source: model directory.
-        target: directory to write into.
-
-    Returns:
-        The names of the files.
-    """
+    """Copy the settings of a model's processors, where it has any and the target has none."""
     copied = []
     for name in PROCESSORS:
         if (source / name).is_file() and not (target / name).exists():
@@ -285,10 +265,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def build_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> str:
     """The text of ``tokenizer.json``.
-
-    Args:
-        path: the tiktoken file.
-        settings: tokenizer_config.json, whose ``added_tokens_decoder`` lists the special tokens.
 
     Raises:
         CheckpointError: the special tokens are not listed, or do not follow the vocabulary.

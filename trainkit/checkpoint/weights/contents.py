@@ -94,16 +94,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def check_contents(directory: Path, *, state_file: str, step: int) -> None:
-    """Refuse a checkpoint that holds something else than numbers and plain values.
-
-    Args:
-        directory: of the checkpoint.
-        state_file: the Trainer's own record in it.
-        step: that it was saved at.
-
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
+    """Refuse a checkpoint that holds something else than numbers and plain values."""
     for name in list_files(directory):
         path = directory / name
         if path.suffix in _PICKLES:
@@ -118,11 +109,7 @@ def check_contents(directory: Path, *, state_file: str, step: int) -> None:
 
 
 def open_pickle(path: Path) -> Any:
-    """The content of a file that ``torch.save`` wrote: numbers and plain values, mapped, not read.
-
-    Raises:
-        CheckpointError: it is damaged, or would run code.
-    """
+    """The content of a file that ``torch.save`` wrote: numbers and plain values, mapped."""
     is_zip = zipfile.is_zipfile(path)
     try:
         if is_zip:
@@ -142,11 +129,7 @@ def open_pickle(path: Path) -> Any:
 
 
 def saved_by_torch(path: Path, place: Any = "cpu") -> Any:
-    """A file that every checkpoint of such a run has: numbers and plain values.
-
-    Raises:
-        CheckpointError: it is missing.
-    """
+    """A file that every checkpoint of such a run has: numbers and plain values."""
     if not path.is_file():
         raise CheckpointError(
             f"{path.name} is missing: what follows would not be the run that was begun",
@@ -187,11 +170,7 @@ def _check_latest(path: Path) -> None:
 
 @contextmanager
 def taking_up(path: Path) -> Iterator[None]:
-    """What takes up a file of a checkpoint may meet anything: its digest was of that, too.
-
-    Raises:
-        CheckpointError: instead of what Python and torch raise.
-    """
+    """What takes up a file of a checkpoint may meet anything: its digest was of that, too."""
     try:
         yield
     except (torch.OutOfMemoryError, NotImplementedError):
@@ -208,16 +187,7 @@ def taking_up(path: Path) -> Iterator[None]:
 
 
 def refuse_unfit(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Hold saved tensors against those whose place they take: torch would cast and broadcast.
-
-    Args:
-        path: the file, or the checkpoint.
-        found: what it has, by name: all with ``shape`` and ``dtype``.
-        wanted: what the run has.
-
-    Raises:
-        CheckpointError: naming the first that is another.
-    """
+    """Hold saved tensors against those whose place they take: torch would cast and broadcast."""
     for name in found.keys() & wanted.keys():
         ours, theirs = (
             f"{str(each.dtype).removeprefix('torch.')} of shape {[*each.shape]}"
@@ -261,11 +231,7 @@ GETATTR = "builtins.getattr"
 
 
 def member(kind: Any, name: Any) -> Enum:
-    """A member of an enumeration.
-
-    Raises:
-        pickle.UnpicklingError: the pickle asks for something else.
-    """
+    """A member of an enumeration."""
     is_enumeration = isinstance(kind, type) and issubclass(kind, Enum)
     if is_enumeration and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]

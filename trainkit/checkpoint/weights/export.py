@@ -34,11 +34,7 @@ class TensorSource(Protocol):
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """The torch dtype of an option's value; None stays None.
-
-    Raises:
-        CheckpointError: it is not one to store weights in.
-    """
+    """The torch dtype of an option's value; None stays None."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -47,13 +43,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 
 def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int) -> None:
-    """Write all tensors of a source into a directory, one at a time.
-
-    Args:
-        source: its ``tensors`` are the plan.
-        directory: exists, and is a staging directory.
-        max_shard_bytes: size of a weights file.
-    """
+    """Write all tensors of a source into a directory, one at a time."""
     plan = list(source.tensors.values())
     with WeightsWriter(directory, plan, max_shard_bytes=max_shard_bytes) as writer:
         for info in plan:
@@ -61,11 +51,7 @@ def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype.
-
-    Raises:
-        CheckpointError: a value is beyond that dtype, and would become infinite.
-    """
+    """The tensor in another dtype."""
     result = tensor.to(dtype)
     if dtype is not tensor.dtype and (result.isinf() & tensor.isfinite()).any():
         raise CheckpointError(
@@ -103,22 +89,7 @@ def export_plain(
     max_shard_bytes: int = 5 * 10**9,
     with_code: bool = False,
 ) -> int:
-    """Write weights as a model that ``from_pretrained`` loads.
-
-    Args:
-        source: for example a ``ZeroReader``.
-        companions: directory with config.json, tokenizer and generation settings.
-        target: must not exist.
-        dtype: of the result; None keeps each tensor's own.
-        max_shard_bytes: size of a weights file.
-        with_code: keep code that comes with the model.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        CheckpointError: the disk is full, or the target exists.
-    """
+    """Write weights as a model that ``from_pretrained`` loads."""
     config = read_config(companions)
     cast = CastWeights(source, dtype_named(dtype))
     free_space_check(target, sum(info.num_bytes for info in cast.tensors.values()))

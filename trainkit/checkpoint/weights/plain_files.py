@@ -22,9 +22,6 @@ def plain_file(directory: Path, name: str) -> Path:
 
     A link is followed only inside the directory, or in the Hugging Face cache's own layout (a
     snapshot whose files are links into the ``blobs`` folder of the same repository).
-
-    Raises:
-        CheckpointError: the name holds a path, or the file is missing, leads out, or is not a file.
     """
     where = str(directory)
     if not is_plain_name(name):
@@ -52,11 +49,7 @@ def plain_file(directory: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, with duplicate keys and ``NaN`` refused.
-
-    Raises:
-        CheckpointError: it cannot be parsed.
-    """
+    """A JSON file, with duplicate keys and ``NaN`` refused."""
     try:
         return json.loads(
             path.read_bytes(), object_pairs_hook=refuse_duplicates, parse_constant=_no_constant
@@ -78,11 +71,7 @@ def _no_constant(text: str) -> float:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model directory.
-
-    Raises:
-        CheckpointError: there is none, or it is not a JSON object.
-    """
+    """The config.json of a model directory."""
     config = read_json(plain_file(directory, "config.json"))
     if not isinstance(config, dict):
         raise CheckpointError("config.json is not a JSON object", where=str(directory))

@@ -58,8 +58,6 @@ class TensorInfo:
     """What a file says about one of its tensors.
 
     Attributes:
-        name: the tensor's key.
-        dtype: element type.
         shape: may be empty (a scalar) and may hold zeros.
     """
 
@@ -93,11 +91,7 @@ def finite(name: str, tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 
 def refuse_not_finite(directory: Path) -> None:
-    """Read all weights of a model or an adapter for what is not finite.
-
-    Raises:
-        CheckpointError: naming the file and the tensor.
-    """
+    """Read all weights of a model or an adapter for what is not finite."""
     for file_name in ("adapter_model.safetensors", "adapter_model.bin"):
         if (directory / file_name).exists():
             path = plain_file(directory, file_name)
@@ -119,9 +113,6 @@ class SafetensorsFile:
 
         Args:
             path: a regular file; a link is refused (``plain_file`` resolves the permitted ones).
-
-        Raises:
-            CheckpointError: the header does not fit the file.
         """
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -220,11 +211,7 @@ class SafetensorsFile:
 
 
 def tensors_in(path: Path) -> dict[str, TensorInfo]:
-    """What a safetensors file holds, by its checked header.
-
-    Raises:
-        CheckpointError: the header does not fit the file.
-    """
+    """What a safetensors file holds, by its checked header."""
     file = SafetensorsFile(path)
     file.close()
     return file.tensors
@@ -246,11 +233,7 @@ class PickledFile:
     """One legacy torch file of tensors, read without running code from it."""
 
     def __init__(self, path: Path) -> None:
-        """Unpickle, weights only; the data stays in the file where its layout permits.
-
-        Raises:
-            CheckpointError: it would run code, is damaged, or holds more than tensors.
-        """
+        """Unpickle, weights only; the data stays in the file where its layout permits."""
         self.path = path
         try:
             try:
@@ -294,11 +277,7 @@ class PickledFile:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """The files that a model directory's weights are loaded from, an index included.
-
-    Raises:
-        CheckpointError: as of `find_weights`.
-    """
+    """The files that a model directory's weights are loaded from, an index included."""
     files = find_weights(directory)
     shards = sorted({*files.values()})
     stem = "model.safetensors" if shards[0].endswith(".safetensors") else "pytorch_model.bin"
@@ -306,11 +285,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def find_weights(directory: Path) -> dict[str, str]:
-    """Tensor name to file name as the index says; without an index one nameless entry.
-
-    Raises:
-        CheckpointError: no weights, or an index that names a path.
-    """
+    """Tensor name to file name as the index says; without an index one nameless entry."""
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = f"{stem}{suffix}.index.json"
         if (directory / index).exists():

@@ -25,9 +25,6 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
     Args:
         directory: the text model as transformers saved it, not yet published.
         base: where it was loaded from: a directory, or a name in the hub's cache.
-
-    Returns:
-        What was put back or could not be, in a sentence; None where the base is no wrapper.
     """
     base = stored_at(base)
     if not (base / "config.json").is_file():

@@ -38,13 +38,8 @@ class WeightsWriter:
     ) -> None:
         """Plan the shards, write their headers and reserve their room.
 
-        Args:
-            directory: exists; holds no weights yet.
-            tensors: all that will be written. Shards are filled in this order.
-            max_shard_bytes: a shard grows beyond it only for a tensor that alone is larger.
-
-        Raises:
-            OSError: the disk is full, before any tensor is converted.
+        Shards are filled in the order of ``tensors``; one grows beyond its limit only for a tensor
+        that alone is larger.
         """
         self.directory = directory
         self.sha256: dict[str, str] = {}
@@ -65,11 +60,7 @@ class WeightsWriter:
         self._is_sharded = len(shards) > 1
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor at its position.
-
-        Raises:
-            CheckpointError: it was not planned so, or comes twice.
-        """
+        """Write one tensor at its position."""
         place = self._positions.get(name)
         info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))
         if place is None or place.info != info or name in self.sha256:
@@ -85,11 +76,7 @@ class WeightsWriter:
         self.sha256[name] = digest
 
     def finish(self) -> None:
-        """Write the index and close.
-
-        Raises:
-            CheckpointError: a planned tensor never came.
-        """
+        """Write the index and close."""
         missing = self._positions.keys() - self.sha256.keys()
         self._close()
         if missing:
@@ -186,11 +173,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like ``5GB``, ``500MB`` or ``2GiB``.
-
-    Raises:
-        ValueError: it is not a known size.
-    """
+    """Bytes of a size like ``5GB``, ``500MB`` or ``2GiB``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]+)", text.strip().upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")

@@ -148,10 +148,8 @@ def staged_directory(
 def stage(target: Path, *, replace: bool = False, makes_parent: bool = True) -> Path:
     """Make a staging directory next to ``target`` and sweep what dead processes left there.
 
-    Args:
-        target: see `staged_directory`.
-        replace: likewise.
-        makes_parent: where it is missing; a run directory that is gone is not made again.
+    Without ``makes_parent`` a parent that is missing stays so: a run directory that is gone is not
+    made again.
 
     Returns:
         The staging directory: ``.<name>.staging-<uuid>`` in the target's parent, so that the final
@@ -189,15 +187,7 @@ def stage(target: Path, *, replace: bool = False, makes_parent: bool = True) -> 
 
 
 def record_files(staging: Path, paths: Iterable[str]) -> list[FileEntry]:
-    """Force this rank's files to the disk and hash them, so that ranks share that work.
-
-    Args:
-        staging: the directory that ``stage`` made.
-        paths: this rank's files, relative to it.
-
-    Returns:
-        Entries to gather on rank 0 and to pass to ``commit`` (``vars(entry)`` is plain JSON).
-    """
+    """Force this rank's files to the disk and hash them, so that ranks share that work."""
     return hash_files(staging, paths, fsync=True)
 
 
@@ -211,19 +201,7 @@ def commit(
 ) -> Manifest:
     """Force everything to the disk, write the manifest, and rename into place.
 
-    Args:
-        staging: the directory that ``stage`` made, complete now.
-        target: the same target.
-        metadata: plain JSON values for the manifest.
-        recorded: what ``record_files`` returned on the ranks; the other files are hashed here.
-        replace: swap out an existing target.
-
-    Returns:
-        The manifest as written.
-
-    Raises:
-        CheckpointError: a link among the files, a recorded file that has changed, a target that
-            exists, or a full disk. The target is as it was; call ``discard`` next.
+    Files that are not in ``recorded``, of ``record_files`` on the ranks, are hashed here.
     """
     staging, target = Path(staging), Path(target)
     known = {entry.path: entry for entry in recorded}
@@ -282,18 +260,7 @@ def newest_valid(run: Path) -> NewestValid:
 
 
 def free_space_check(path: Path, needed_bytes: int) -> int:
-    """Refuse to start what cannot fit, besides what a killed process has left there.
-
-    Args:
-        path: where the bytes will go; it need not exist yet.
-        needed_bytes: how many.
-
-    Returns:
-        The free bytes there.
-
-    Raises:
-        CheckpointError: with both figures.
-    """
+    """Refuse to start what cannot fit, besides what a killed process has left there."""
     place = Path(path).absolute()
     while not place.is_dir():
         place = place.parent

@@ -37,8 +37,6 @@ class FileEntry:
 
     Attributes:
         path: relative to the directory, with forward slashes.
-        size: in bytes.
-        sha256: hex digest of the content.
     """
 
     path: str
@@ -53,7 +51,6 @@ class Manifest:
     Attributes:
         files: every file but the manifest, sorted by path.
         metadata: what the caller recorded: a step, a config hash, versions. Plain JSON values.
-        schema_version: of this file's layout.
     """
 
     files: tuple[FileEntry, ...]
@@ -78,9 +75,7 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 def hash_file(path: Path, *, fsync: bool = False) -> FileEntry:
     """Read a file through; ``path`` of the entry is the bare name.
 
-    Args:
-        path: a regular file; a link is refused.
-        fsync: also force the file to the disk first.
+    A link is refused; ``fsync`` also forces the file to the disk first.
     """
     digest = hashlib.sha256()
     size = 0
@@ -95,16 +90,7 @@ def hash_file(path: Path, *, fsync: bool = False) -> FileEntry:
 
 
 def hash_files(root: Path, paths: Iterable[str], *, fsync: bool = False) -> list[FileEntry]:
-    """Hash files under ``root`` on a few threads (hashlib releases the GIL).
-
-    Args:
-        root: the directory that the paths are relative to.
-        paths: relative paths with forward slashes.
-        fsync: also force each file to the disk.
-
-    Returns:
-        One entry a path, in the order given.
-    """
+    """Hash files under ``root`` on a few threads (hashlib releases the GIL)."""
 
     def one(path: str) -> FileEntry:
         entry = hash_file(root / path, fsync=fsync)
@@ -191,9 +177,6 @@ def verify_model(directory: Path) -> Manifest | None:
 
     Returns:
         The manifest; None for a directory that has none, because something else wrote it.
-
-    Raises:
-        CheckpointError: names each missing, extra or altered file.
     """
     if not (Path(directory) / MANIFEST_NAME).exists():
         return None
@@ -234,12 +217,6 @@ def refuse_foreign(directory: Path) -> None:
     """Refuse a checkpoint that another user has made or could have changed.
 
     Call it after ``verify_directory`` and before anything is loaded.
-
-    Args:
-        directory: the checkpoint.
-
-    Raises:
-        CheckpointError: names the file or folder, and who may write it.
     """
     directory = Path(directory)
     me = os.getuid()

@@ -118,10 +118,6 @@ def table(values: "list[ResolvedValue]", width: int) -> list[str]:
 
     An origin that does not fit next to its value takes the next line, so that forty columns are
     enough.
-
-    Args:
-        values: in the order of the schema.
-        width: of the terminal, in characters.
     """
     from trainkit.recipe import yaml_text
 

@@ -192,11 +192,7 @@ def lora(
 
 
 def _need_a_gpu() -> None:
-    """Refuse before gigabytes of weights are made that no CPU would ever get through.
-
-    Raises:
-        TrainkitError: there is no GPU.
-    """
+    """Refuse before gigabytes of weights are made that no CPU would ever get through."""
     import torch
 
     from trainkit.errors import TrainkitError
@@ -209,11 +205,7 @@ def _need_a_gpu() -> None:
 
 
 def _names(text: str, known: Iterable[str], option: str) -> list[str]:
-    """Names with commas between them, each one known.
-
-    Raises:
-        typer.BadParameter: one is not.
-    """
+    """Names with commas between them, each one known."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:

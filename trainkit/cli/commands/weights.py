@@ -211,11 +211,7 @@ def _merge_summary(row: dict[str, Any]) -> list[str]:
 
 
 def _bytes(shard_size: str) -> int:
-    """Bytes of ``--shard-size``.
-
-    Raises:
-        RecipeError: it is not a size.
-    """
+    """Bytes of ``--shard-size``."""
     from trainkit.checkpoint.weights.writer import parse_size
 
     try:

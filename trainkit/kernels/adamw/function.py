@@ -30,24 +30,7 @@ def adamw_reference(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update of fp32 weights from gradients that are multiplied by ``factor`` first.
-
-    Args:
-        weight: (N,), fp32 (fp64 for the truth).
-        gradient: (N,), of any precision.
-        exp_avg: (N,), the first moment.
-        exp_avg_sq: (N,), the second moment.
-        factor: 0-d, what the gradients are clipped by.
-        lr: the learning rate.
-        beta1: of the first moment.
-        beta2: of the second moment.
-        eps: added to the root.
-        weight_decay: decoupled.
-        step: of this update, from 1.
-
-    Returns:
-        New weight, first and second moment.
-    """
+    """One update of fp32 weights from gradients that are multiplied by ``factor`` first."""
     g = gradient.to(weight.dtype) * factor.to(weight.dtype)
     weight = weight * (1 - lr * weight_decay)
     exp_avg = exp_avg + (g - exp_avg) * (1 - beta1)
@@ -63,9 +46,6 @@ if HAS_TRITON:
 def square_sum(x: Tensor) -> Tensor:
     """The sum of squares of a buffer, the same bits in every run.
 
-    Args:
-        x: (N,), contiguous.
-
     Returns:
         0-d, fp32 (fp64 of fp64).
     """
@@ -77,10 +57,7 @@ def square_sum(x: Tensor) -> Tensor:
 def add_square_sum_(x: Tensor, total: Tensor, is_bad: Tensor) -> None:
     """Add the sum of squares of x to a total, and note where it is NaN or infinite.
 
-    Args:
-        x: of any shape.
-        total: 0-d fp32.
-        is_bad: 0-d fp32, made 1 where the sum is not finite.
+    ``is_bad``, 0-d fp32, is made 1 where the sum is not finite.
     """
     x = x.detach().contiguous()
     if x.numel() and runs_kernel(x):
@@ -166,11 +143,7 @@ def adamw(
     weight_decay: float = 0.0,
     step: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `adamw_`, and nothing is overwritten.
-
-    Returns:
-        New weight, first and second moment, and the weight in the gradient's dtype; each (N,).
-    """
+    """As `adamw_`, and nothing is overwritten."""
     weight, gradient, exp_avg, exp_avg_sq = (
         each.detach().clone() for each in (weight, gradient, exp_avg, exp_avg_sq)
     )

@@ -65,13 +65,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, *, signed: bool) -> Tens
 
 
 def noise_reference(numel: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """(N,) int32 in [0, 2**16): halves of the words of Philox 4x32-10, the counter first.
-
-    Args:
-        numel: N.
-        seed: the generator's key, below 2**63.
-        device: of the result.
-    """
+    """(N,) int32 in [0, 2**16): halves of the words of Philox 4x32-10, the counter first."""
     counter = torch.arange(-(-numel // 8), dtype=torch.int64, device=device)
     words = [counter, *(torch.zeros_like(counter) for _ in range(3))]
     keys = [seed & _LOW, seed >> 32]
@@ -112,25 +106,7 @@ def adamw_8bit_reference(
     weight_decay: float = 0.0,
     step: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from moments that are quantised before and after it; in fp64 nothing is rounded.
-
-    Args:
-        weight: (N,); bfloat16 is rounded by chance, fp16 and fp32 to the nearest.
-        gradient: (N,), of any precision.
-        exp_avg: (N,), the first moment, not yet quantised.
-        exp_avg_sq: (N,), the second.
-        factor: 0-d, what gradients are multiplied by.
-        seed: of the rounding.
-        lr: the learning rate.
-        beta1: of the first moment.
-        beta2: of the second moment.
-        eps: added to the root.
-        weight_decay: decoupled.
-        step: of this update, from 1.
-
-    Returns:
-        New weight, and what the new moments stand for.
-    """
+    """One update from moments that are quantised before and after; in fp64 nothing is rounded."""
     is_exact = weight.dtype == torch.float64
     if not is_exact:
         exp_avg, exp_avg_sq = _kept(exp_avg, True), _kept(exp_avg_sq, False)

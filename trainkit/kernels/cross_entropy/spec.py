@@ -21,20 +21,7 @@ def cross_entropy_case(
     large: bool = False,
     **options: Any,
 ) -> OpCase:
-    """A call on logits of the given shape.
-
-    Args:
-        label: what is special about it.
-        shape: of the logits.
-        scale: size of the logits.
-        sure: added to the label's own logit.
-        ignored: share of the rows that are not trained.
-        layout: "dense", "sliced" (columns cut from wider rows, as from a padded buffer),
-            "columns first" or "expanded" (one row for all).
-        num_items: a number, "tensor" (0-d), or None for the mean.
-        large: GPU only.
-        options: further keyword arguments of cross_entropy.
-    """
+    """A call on logits of the given shape."""
     *rows, vocab = shape
 
     def inputs(draw: Draw) -> dict[str, Tensor]:

@@ -122,16 +122,7 @@ SECOND = (32, 64, 4) if not INTERPRETING else (32, 256, 4)
 def launch_columns(
     parts: Sequence[Tensor], row_factor: Tensor, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Columns of parts (M, N_i) of unit column stride, below each other.
-
-    Args:
-        parts: numbers or codes.
-        row_factor: (M,) fp32, multiplied in.
-        scales: (sum of N_i, 1), where they are known.
-
-    Returns:
-        codes (sum of N_i, M, padded) and scales (sum of N_i, 1).
-    """
+    """Columns of parts (M, N_i) of unit column stride, below each other."""
     num_rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
     padded = -(-num_rows // ALIGNMENT) * ALIGNMENT
     turned = torch.empty((total, padded), dtype=FP8, device=parts[0].device)

@@ -50,9 +50,6 @@ def fp8_feed_forward(
         down_bias: (H,), or None; gate and up have none.
         directions: of each layer, all with `Directions.backward`.
         tanh_gelu: the activation is the tanh GELU instead of SiLU.
-
-    Returns:
-        (..., H).
     """
     quantized = take_rows(x)
     y: Tensor = _FeedForward.apply(x, quantized, tuple(directions), tanh_gelu, *weights, down_bias)

@@ -100,12 +100,6 @@ def fp8_quantize_joint(
 ) -> tuple[Tensor, Tensor]:
     """Several matrices side by side, with one scale for a row of all of them.
 
-    Args:
-        parts: (M, K_i) each.
-        factors: (K_i,) fp32 each, or None.
-        keep_largest: as `fp8_quantize`.
-        smallest: as `fp8_quantize`.
-
     Returns:
         codes (M, sum of K_i) and scales (M, 1), as `fp8_quantize`.
 
@@ -170,16 +164,7 @@ def fp8_quantize_columns(
 
 
 def fp8_gate(gate: Tensor, up: Tensor, *, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """The rows of ``h = act(gate) * up`` in e4m3, their largest numbers kept; h is in no memory.
-
-    Args:
-        gate: (M, F).
-        up: shape and dtype of gate.
-        tanh_gelu: the activation is the tanh GELU instead of SiLU.
-
-    Returns:
-        codes (M, F) and scales (M, 1).
-    """
+    """The rows of ``h = act(gate) * up`` in e4m3, their largest numbers kept; h is in no memory."""
     if not _holds_row(gate, up):
         return fp8_gate_reference(gate, up, tanh_gelu)
     return gate_kernel.launch_gate(as_rows(gate), as_rows(up), tanh_gelu)
@@ -223,14 +208,7 @@ def _holds_row(*rows: Tensor) -> bool:
 
 
 def fp8_transpose(parts: Sequence[Tensor]) -> Tensor:
-    """Weights that share an input, transposed and side by side.
-
-    Args:
-        parts: codes (N_i, K) each, contiguous.
-
-    Returns:
-        (K, sum of N_i) contiguous.
-    """
+    """Weights that share an input, transposed and side by side."""
     if parts[0].dtype == FP8 and _has_kernels(parts[0]):
         return transpose_kernel.launch_transpose(parts)
     return fp8_transpose_reference(parts)

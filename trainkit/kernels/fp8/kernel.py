@@ -223,8 +223,6 @@ class Plan(NamedTuple):
 
     Attributes:
         pieces: of a row, each a part or half of one.
-        rows: a program's at a time.
-        warps: of a program.
         stages: loads ahead.
         programs: of a multiprocessor, which walk over the rows; 0 for one program a tile.
     """
@@ -242,10 +240,6 @@ def plan_rows(widths: tuple[int, ...], has_factor: bool) -> Plan | None:
 
     Without factors a program a tile is fastest: the next one's reads hide the reduction. With them
     few programs walk over the rows, so that each reads the factors once.
-
-    Args:
-        widths: columns of each part, 1 to `MAX_PARTS`.
-        has_factor: whether columns are multiplied first.
     """
     pieces = [(width, next_power_of_2(width)) for width in widths]
     held = next_power_of_2(sum(padded for _, padded in pieces))

@@ -32,13 +32,7 @@ _CARRIED = "_trainkit_fp8_rows"
 
 
 def carry_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Let x (..., K) carry its rows in e4m3, made where x itself was made, to who reads it next.
-
-    Args:
-        x: what was quantised.
-        codes: (M, K).
-        scales: (M, 1).
-    """
+    """Let x (..., K) carry its rows in e4m3, made where x itself was made, to who reads it next."""
     if not x.is_inference():  # else nobody knows whether it was changed since
         setattr(x, _CARRIED, (codes, scales, x._version))
 
@@ -119,9 +113,6 @@ def fp8_input_gradient(
         out: where to put the result; bf16, (M, K) contiguous.
         quantized: codes (M, sum of N_i) and scales (M, 1) of the dys times their layers' scales,
             where the caller has them.
-
-    Returns:
-        (M, K), rounded to bf16, in dy's dtype.
     """
     dys, storages, weights = zip(*terms, strict=True)
     if quantized is None:

@@ -86,15 +86,6 @@ def fp8_linears(
 
     Under autocast they compute in autocast's dtype, else in x's; fp8 products give numbers that
     are rounded to bf16.
-
-    Args:
-        x: (..., K).
-        weights: (N, K) each.
-        biases: (N,) each, or None.
-        directions: of each layer.
-
-    Returns:
-        (..., N) of every layer, in order.
     """
     dtype = compute_dtype(x)
     quantized = take_rows(x)  # made where x was
@@ -107,13 +98,7 @@ def fp8_linears(
 
 
 def fp8_weight_gradient(dy: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
-    """``dy^T x`` (N, K), rounded to bf16.
-
-    Args:
-        dy: (M, N).
-        scales: of x's rows, (M, 1).
-        turned: x's codes transposed, (K, M).
-    """
+    """``dy^T x`` (N, K), rounded to bf16."""
     missing = -dy.shape[0] % _ALIGNMENT
     if missing:
         dy, scales = (functional.pad(each, (0, 0, 0, missing)) for each in (dy, scales))
@@ -244,14 +229,7 @@ def _both_ways(
     codes: Tensor,
     scales: Tensor,
 ) -> tuple[tuple[Tensor, Tensor], dict[int, Tensor]]:
-    """What dx needs of the dys in e4m3, and dW by place.
-
-    Args:
-        terms: dy, its weight and directions.
-        in_fp8: place and dy of those whose backward products run in fp8.
-        codes: of x, (M, K).
-        scales: of x's rows, (M, 1).
-    """
+    """What dx needs of the dys in e4m3, and dW by place."""
     dys = [dy for _, dy in in_fp8]
     factors = [each.codes(weight)[1] for _, weight, each in terms if each.backward]
     sizes = [dy.shape[1] for dy in dys]

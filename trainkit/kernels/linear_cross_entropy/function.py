@@ -171,11 +171,7 @@ class Settings:
 
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What the products are computed in: autocast's dtype, where it applies, else the inputs'.
-
-    Raises:
-        ValueError: the inputs have different dtypes.
-    """
+    """What the products are computed in: autocast's dtype, where it applies, else the inputs'."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     if hidden.dtype != weight.dtype:
@@ -186,11 +182,7 @@ def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def check_shapes(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> None:
-    """Refuse inputs that do not fit each other.
-
-    Raises:
-        ValueError: naming the shapes.
-    """
+    """Refuse inputs that do not fit each other."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight {tuple(weight.shape)} does not fit hidden states of {hidden.shape[-1]}"
@@ -398,22 +390,7 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The loss from the full logits, differentiable by autograd; the truth in tests.
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        labels: (...), aligned with the rows of ``hidden``.
-        bias: (V,).
-        num_items: see `cross_entropy_reference`.
-        ignore_index: likewise.
-        softcap: likewise.
-        label_smoothing: likewise.
-        z_loss: likewise.
-
-    Returns:
-        A scalar: fp64 for fp64 inputs, else fp32.
-    """
+    """The loss from the full logits, differentiable by autograd; the truth in tests."""
     return cross_entropy_reference(
         linear(hidden, weight, bias),
         labels,
@@ -434,11 +411,7 @@ def linear_token_losses_reference(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Each row's loss from the full logits; see `linear_cross_entropy_reference`.
-
-    Returns:
-        (...), 0 where a row is not trained.
-    """
+    """Each row's loss from the full logits; see `linear_cross_entropy_reference`."""
     logits = linear(hidden, weight, bias)
     losses = token_losses_reference(
         logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, softcap=softcap

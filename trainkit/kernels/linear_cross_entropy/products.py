@@ -54,11 +54,7 @@ class Products:
         """Of the hidden states' gradient."""
 
     def chunk_tokens(self, *, trained: bool) -> int:
-        """How many rows' logits exist at a time, if the caller does not say.
-
-        Args:
-            trained: whether the weight's gradient is wanted.
-        """
+        """How many rows' logits exist at a time, if the caller does not say."""
         return default_chunk_tokens(len(self._matrix), self._matrix.element_size())
 
     def gradient_codes(self, num_rows: int) -> Codes | None:
@@ -75,10 +71,7 @@ class Products:
     def write_gradient(self, dhidden: Tensor, dlogits: Tensor, codes: Codes | None) -> None:
         """The gradient (N, H) of the rows, from that of the logits (N, V).
 
-        Args:
-            dhidden: to be written.
-            dlogits: what is not read where there are codes.
-            codes: `gradient_codes`, written.
+        Where there are codes, of `gradient_codes`, they are read instead of ``dlogits``.
         """
         add_product(dhidden, dlogits, self._matrix)
 

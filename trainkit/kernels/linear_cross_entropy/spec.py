@@ -26,20 +26,7 @@ def linear_cross_entropy_case(
     large: bool = False,
     **options: Any,
 ) -> OpCase:
-    """A call on hidden states (*rows, hidden_size).
-
-    Args:
-        label: what is special about it.
-        rows: shape of the labels.
-        hidden_size: H.
-        vocab_size: V.
-        ignored: share of the rows that are not trained.
-        bias: with a bias.
-        turned: hidden states whose rows do not follow one another in memory.
-        frozen: the weight has no gradient.
-        large: GPU only.
-        options: further keyword arguments of linear_cross_entropy.
-    """
+    """A call on hidden states (*rows, hidden_size)."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         labels = draw.integers(vocab_size, *rows)

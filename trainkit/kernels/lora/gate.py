@@ -169,11 +169,6 @@ def split(num_blocks: int, num_tiles: int, slots: int) -> tuple[int, int]:
 
     The fewest splits that leave at most a twentieth of the last round idle, else what idles least.
     It depends on shapes and the GPU only, so the order of sums never changes.
-
-    Args:
-        num_blocks: programs of one split.
-        num_tiles: to be divided.
-        slots: programs that the GPU runs at once.
     """
     best, best_fill = 1, 0.0
     for splits in range(1, max(1, min(_MAX_SPLITS, num_tiles // 4)) + 1):
@@ -314,17 +309,7 @@ def codes_of_gradients(
     largest: Tensor,
     b_pair: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What both products of the first layers' backward pass need of dgate and dup, in one read.
-
-    Args:
-        pair: dgate and dup, (2, M, F).
-        column_factors: (F,) each, multiplied in first.
-        largest: what `gate_backward` found with the same factors.
-        b_pair: (F, R) contiguous each, of one rank in pair's dtype, or None.
-
-    Returns:
-        codes (M, 2F) and scales (M, 1), as `fp8_quantize_joint`; P (M, 2R), or None.
-    """
+    """What both products of the first layers' backward pass need of dgate and dup, in one read."""
     _, num_rows, num_cols = pair.shape
     lora_rank = 0 if b_pair is None else b_pair[0].shape[1]
     codes = torch.empty((num_rows, 2 * num_cols), dtype=FP8, device=pair.device)

@@ -58,13 +58,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def rows(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x w^T``: (M, K) by (R, K) to (M, R), in x's dtype.
-
-    Args:
-        x: rows with unit column stride.
-        w: one of its strides is 1; x's dtype.
-        out: where to put the result; any row stride, unit column stride.
-    """
+    """``x w^T``: (M, K) by (R, K) to (M, R), in x's dtype."""
     if out is None:
         out = x.new_empty((x.shape[0], w.shape[0]))
     if takes_kernel(w.shape[0], x.dtype, x, w):
@@ -74,13 +68,7 @@ def rows(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rows_pair(pair: Tensor, w_pair: Tensor, out: Tensor) -> Tensor:
-    """Two products in one launch: out[:, i] = pair[i] w_pair[i]^T.
-
-    Args:
-        pair: (2, M, K), unit stride on the last axis.
-        w_pair: (2, R, K); the stride of R or of K is 1.
-        out: (M, 2R) contiguous.
-    """
+    """Two products in one launch: out[:, i] = pair[i] w_pair[i]^T."""
     lora_rank = w_pair.shape[1]
     if takes_kernel(lora_rank, pair.dtype, pair, w_pair):
         strides = (pair.stride(0), w_pair.stride(0), lora_rank)
@@ -230,11 +218,6 @@ def cast_factors(
     stacked: Sequence[Tensor], scaled: Sequence[tuple[Tensor, float]], dtype: torch.dtype
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Adapter factors as the products need them.
-
-    Args:
-        stacked: (R_i, K) each.
-        scaled: a tensor and its factor, each.
-        dtype: of the result.
 
     Returns:
         The first ones below each other (sum of R_i, K), None if there is none; the others times

@@ -236,13 +236,6 @@ def fitting(block: int, block_rows: int, stages: int, width: int, limit: int) ->
     """(BLOCK_ROWS, STAGES) of the backward, lowered until its tiles fit the shared memory.
 
     All tiles in flight but the one in hand wait there.
-
-    Args:
-        block: BLOCK_H.
-        block_rows: BLOCK_ROWS where there is room.
-        stages: STAGES where there is room.
-        width: bytes an element takes in all tensors that are read.
-        limit: of the device, bytes.
     """
     room = limit - _REDUCTION_BYTES
     while block * block_rows * width * (stages - 1) > room:
@@ -265,17 +258,6 @@ def launch_forward(
     made: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise the rows of x (..., H), or of x + residual.
-
-    Args:
-        x: (..., H).
-        residual: shaped as x, or None.
-        weight: (H,).
-        bias: (H,), or None.
-        eps: added to the mean square.
-        offset: added to the weight.
-        gemma: all in fp32, rounded once.
-        centre: the mean of a row comes off it first.
-        made: gets y's rows in e4m3: codes (M, H) and scales (M, 1); None for no such.
 
     Returns:
         y, contiguous; what was normalised (x itself, or the sum); rstd, one a row, and behind

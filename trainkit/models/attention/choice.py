@@ -69,8 +69,7 @@ def register() -> None:
 def attention_heads(config: Any) -> list[tuple[int, int]]:
     """Heads and the size of each, layer by layer; empty for a model without attention.
 
-    Args:
-        config: of the language model. In some models (gemma4) the sizes differ between layers.
+    In some models (gemma4) the sizes differ between layers.
     """
     layers = [config] * getattr(config, "num_hidden_layers", 1)
     if getattr(config, "is_heterogeneous", False):
@@ -95,11 +94,7 @@ def resolve_attention(
     Whether the model's own mathematics survives is another question, which
     `trainkit.models.attention.proof` answers by running it.
 
-    Args:
-        packed: whether several documents share a row.
-        device: where the model trains.
-        dtype: what attention computes in (autocast's dtype under autocast).
-        head_size: D.
+    ``dtype`` is what attention computes in, autocast's under autocast.
     """
     register()
     device = torch.device(device)
@@ -188,16 +183,7 @@ def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size
 
 
 def install(model: nn.Module, engine: Engine | None = None) -> Installed:
-    """Prepare a model that was loaded with ``attn_implementation="trainkit"``.
-
-    Args:
-        model: a causal language model, bare or under peft.
-        engine: what packed rows and windows run on, from `resolve_attention`; by default the
-            best for the device on which the weights are.
-
-    Returns:
-        A handle whose ``remove`` undoes it.
-    """
+    """Prepare a model that was loaded with ``attn_implementation="trainkit"``."""
     causal_lm = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
     if engine is None:
         engine, _ = _engine(next(causal_lm.parameters()).device)

@@ -27,9 +27,6 @@ def refuse_recurrent(config: PreTrainedConfig, *, apart: bool = True) -> None:
     Args:
         config: of the model; a skeleton without weights is built from it.
         apart: whether the kernel that keeps documents apart in a gated delta rule may run.
-
-    Raises:
-        ModelError: naming the layers.
     """
     skeleton = skeleton_of(config)
     if skeleton is None:
@@ -59,11 +56,7 @@ def kept_apart(model: PreTrainedModel, wanted: bool) -> AbstractContextManager[N
 
 
 def state_of(model: PreTrainedModel) -> str | None:
-    """The first layer of the text model that carries state along the sequence, in words; or None.
-
-    Args:
-        model: a causal language model, with or without weights.
-    """
+    """The first layer of the text model that carries state along the sequence, in words."""
     decoder = decoder_of(model)
     apart: tuple[str, ...] = ()
     for name, module in _text_layers(decoder):

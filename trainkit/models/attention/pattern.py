@@ -37,12 +37,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a packed batch, end to end; padding is one as well.
-
-    Args:
-        bounds: (documents + 1,) int32, in the flattened batch.
-        longest: tokens of the longest one.
-    """
+    """The documents of a packed batch, end to end; padding is one as well."""
 
     bounds: Tensor
     longest: int
@@ -154,14 +149,7 @@ class Pattern:
         return found
 
     def block(self, rows: slice, start: int, queries: slice, keys: slice) -> Tensor:
-        """(rows, 1, queries, keys), bool: one block of the mask of one document.
-
-        Args:
-            rows: of the batch.
-            start: of the document; the slices count from the beginning of the row.
-            queries: tokens that look.
-            keys: tokens that they may look at.
-        """
+        """(rows, 1, queries, keys), bool: one block of the mask of one document."""
         first, stop, _ = rows.indices(self.batch_size)
 
         def shifted(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -208,19 +196,6 @@ def make_mask(
 
     Padding needs no mask where it comes after the tokens: no token sees it, and its own outputs
     have no label. In training that is asserted on the device.
-
-    Args:
-        batch_size: B.
-        q_length: rows of the mask.
-        kv_length: its columns.
-        q_offset: of the first row.
-        kv_offset: of the first column.
-        mask_function: what may be looked at.
-        attention_mask: (B, kv_length), bool, true for tokens.
-        allow_is_causal_skip: false where the model reads the mask, or its function is not causal.
-        use_vmap: the function takes single indices only.
-        device: of the mask.
-        settings: passed on to transformers' ``sdpa_mask``.
 
     Raises:
         ModelError: packed documents with keys that are not the batch's own; or rows that ranks

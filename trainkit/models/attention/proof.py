@@ -119,11 +119,7 @@ class AttentionProofError(ModelError, ProofError):
 
 
 def require_proof(attention: Attention) -> None:
-    """Stop where the attention that a recipe names has failed its proof.
-
-    Raises:
-        AttentionProofError: with the rows of kernels.json.
-    """
+    """Stop where the attention that a recipe names has failed its proof."""
     if any(row["status"] == "failed" for row in attention.checks):
         raise AttentionProofError(list(attention.checks), attention.name)
 
@@ -415,13 +411,7 @@ _Watcher = Callable[[Function, Function, nn.Module, "Call"], None]
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer hands to its attention.
-
-    Args:
-        states: query (B, H, S, D), key and value (B, key heads, S, D).
-        mask: as the implementation makes it.
-        options: the other arguments.
-    """
+    """What a layer hands to its attention."""
 
     states: tuple[Tensor, Tensor, Tensor]
     mask: Any
@@ -430,14 +420,7 @@ class Call:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The worst layer of a batch.
-
-    Args:
-        layer: its name.
-        error: the distance of its worst head from eager's result, relative to the result's size.
-        allowed: what rounding explains.
-        compared: how many layers were compared.
-    """
+    """The worst layer of a batch."""
 
     layer: str
     error: float
@@ -631,12 +614,7 @@ class SmallBatch:
 
 
 def small_batches(model: PreTrainedModel, *, packed: bool) -> dict[str, SmallBatch]:
-    """The batches of the proof, by what kind of rows they have.
-
-    Args:
-        model: whose vocabulary and device they are for.
-        packed: whether packed rows are among them.
-    """
+    """The batches of the proof, by what kind of rows they have."""
     device = next(model.parameters()).device
     tokens = _tokens(model)
     lengths = torch.tensor([ROW, sum(LENGTHS[1])])

@@ -37,12 +37,7 @@ class Fp8Linear(nn.Linear):
     errors: Fp8Errors
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
-        """Quantise a layer.
-
-        Args:
-            linear: the layer; left as it is.
-            device: where the codes go.
-        """
+        """Quantise a layer."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach().to(device)
@@ -76,10 +71,7 @@ def why_not_fp8(name: str, linear: nn.Linear, head: nn.Module | None, kept: Coll
 def quantize_to_fp8(model: nn.Module, device: torch.device, kept: Collection[str] = ()) -> None:
     """Replace the linear layers of a loaded model by ones in e4m3, in place.
 
-    Args:
-        model: on any device; the output layer and shapes that do not fit stay as they are.
-        device: where the codes go.
-        kept: names of modules, or their ends, that stay as they are.
+    The output layer and shapes that do not fit stay as they are.
 
     Raises:
         ModelError: there is nothing to quantise; or a layer is further from what it was than

@@ -67,8 +67,6 @@ class ChosenGroup:
     """One group and how it runs.
 
     Attributes:
-        group: for people.
-        layers: names.
         loss_increase: what its forward products cost, in nats; None where that was not measured.
         forward_ms: saved in a micro-batch by forward products in fp8.
         backward_ms: by backward ones.
@@ -100,8 +98,6 @@ class Fp8Choice:
     """Which products run in fp8, what that saves and what it costs; as ``kernels.json`` has it.
 
     Attributes:
-        policy: the options that it was made by.
-        groups: all of them.
         kept: why other linear layers keep 16 bits, and how many.
         timing: how the milliseconds are known.
         loss: of the plain model, in nats; None where nothing was measured.
@@ -185,13 +181,8 @@ def choose(
 ) -> Fp8Choice:
     """Make the choice.
 
-    Args:
-        candidates: the layers.
-        options: with the budget.
-        savings: per layer.
-        timing: how those are known.
-        probe: has begun; None where no budget limits the choice.
-        frozen: a weight is kept either in fp8, for both directions, or in 16 bits.
+    Without ``probe`` no budget limits the choice. A ``frozen`` weight is kept either in fp8, for
+    both directions, or in 16 bits.
     """
     groups = [_timed(group, savings, frozen) for group in group_layers(candidates.layers)]
     choice = Fp8Choice(options.model_dump(), tuple(groups), dict(candidates.kept), timing)
@@ -304,7 +295,6 @@ class Group:
 
     Attributes:
         label: for people: ``down_proj of layers 1-6``.
-        layers: their names.
     """
 
     label: str
@@ -331,14 +321,8 @@ def find_candidates(
 ) -> Candidates:
     """Look at every linear layer.
 
-    Args:
-        model: as it was loaded.
-        options: which to leave out.
-        frozen: of a base under adapters; else layers that are not trained keep 16 bits.
-        whole: modules that train next to the adapters over a frozen base, by their names' ends.
-
-    Raises:
-        ModelError: a name in ``skip`` is no layer's, or no layer is left.
+    Without ``frozen``, of a base under adapters, layers that are not trained keep 16 bits;
+    ``whole`` are the ends of the names of modules that train next to the adapters.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
@@ -459,7 +443,6 @@ class Probe:
         model: as it will train, in evaluation mode within.
         batches: ``input_ids`` and ``labels`` (B, S) each, on the model's device.
         loss: of the plain model, in nats a trained token.
-        num_tokens: trained tokens.
     """
 
     model: nn.Module
@@ -558,10 +541,7 @@ def probe_batches(
 ) -> list[Mapping[str, Tensor]]:
     """As many samples as a measurement needs, on the device; short ones padded side by side.
 
-    Args:
-        samples: ``input_ids`` and ``labels`` (1, S) each; read as one document.
-        vocab_size: limits the tokens by the memory that their logits take.
-        device: where the model is.
+    The memory that their logits take limits the tokens; each sample is read as one document.
     """
     wanted = 8192 if device.type == "cuda" else 1024
     wanted = max(1, min(wanted, MOST_LOGITS // max(vocab_size, 1)))

@@ -37,7 +37,6 @@ class Fp8Setup:
     """What a choice needs besides the model.
 
     Attributes:
-        options: the recipe's.
         samples: ``input_ids`` and ``labels`` (1, S) of the run's own data.
         num_tokens: of a micro-batch, for the time that fp8 saves.
         recorded: what an earlier start of the run chose, by the same options.
@@ -87,21 +86,13 @@ def train_in_fp8(model: nn.Module, setup: Fp8Setup, device: torch.device) -> Fp8
 
 
 def refuse_unfit(device: torch.device) -> None:
-    """Refuse fp8 where it cannot run, before anything is loaded.
-
-    Raises:
-        RecipeError: with the reason.
-    """
+    """Refuse fp8 where it cannot run, before anything is loaded."""
     if reason := why_no_fp8(device):
         raise RecipeError(reason, where="model.fp8", fix="remove model.fp8")
 
 
 def refuse_too_large(model: nn.Module, device: torch.device) -> None:
-    """Refuse to measure what a base loses in fp8 where it does not fit in 16 bits.
-
-    Raises:
-        ModelError: with the sizes.
-    """
+    """Refuse to measure what a base loses in fp8 where it does not fit in 16 bits."""
     if device.type != "cuda":
         return
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -124,13 +115,6 @@ def decide(
     whole: Collection[str] = (),
 ) -> Fp8Choice:
     """Which layers run in fp8; every rank comes to the same.
-
-    Args:
-        model: loaded, where it will train.
-        setup: options and data.
-        device: what it computes on.
-        frozen: it is the base of adapters, whose codes replace the weights.
-        whole: modules that train next to the adapters, by their names' ends.
 
     Raises:
         ModelError: no layer can; or there is no text to measure a budget on.

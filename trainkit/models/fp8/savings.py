@@ -102,12 +102,7 @@ def measure_savings(
 ) -> tuple[Mapping[str, Saving], str]:
     """What fp8 saves in each layer, and how that is known.
 
-    Args:
-        layers: by name.
-        num_tokens: of a micro-batch on one GPU.
-        device: where the model trains.
-        trained: whether the weights need gradients.
-        head: the output layer with its loss; its weight's gradient is never a product in fp8.
+    The head's weight gradient is never a product in fp8.
     """
     if device.type != "cuda":
         return {

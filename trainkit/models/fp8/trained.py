@@ -96,13 +96,7 @@ class KeptCodes:
 def swap_in(
     model: nn.Module, directions: Mapping[str, tuple[bool, bool]], *, in_evaluation: bool = False
 ) -> Swaps:
-    """Have linear layers multiply in fp8 until the swaps are reverted.
-
-    Args:
-        model: holds the layers.
-        directions: names of layers, and whether their forward and their backward products run so.
-        in_evaluation: keep fp8 in evaluation mode.
-    """
+    """Have linear layers multiply in fp8 until the swaps are reverted."""
     plan: dict[nn.Module, type[Any]] = {}
     for name, (forward, backward) in directions.items():
         module = model.get_submodule(name)
@@ -116,12 +110,7 @@ def swap_in(
 
 
 def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers.
-
-    Args:
-        x: (..., K).
-        layers: each from K to its N.
-    """
+    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers."""
     chosen = [directions_of(layer) or Directions() for layer in layers]
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
@@ -136,13 +125,7 @@ def directions_of(layer: nn.Module) -> Directions | None:
 def feed_forward_in_fp8(
     x: Tensor, layers: Sequence[nn.Module], *, tanh_gelu: bool
 ) -> Tensor | None:
-    """A feed-forward block in one function; None where its layers' states do not allow it.
-
-    Args:
-        x: (..., H).
-        layers: gate, up and down.
-        tanh_gelu: the activation is the tanh GELU instead of SiLU.
-    """
+    """A feed-forward block in one function; None where its layers' states do not allow it."""
     gate, up, down = layers
     for layer in layers:
         if not (isinstance(layer, TrainedFp8) and layer.runs_fp8 and layer.backward_in_fp8):

@@ -200,11 +200,7 @@ def _refuse_bound(module: nn.Module) -> None:
 
 
 def plan_for(model: nn.Module) -> Plan:
-    """Find and prove, once for a configuration in a process.
-
-    Raises:
-        PatchError: the model holds no Hugging Face model.
-    """
+    """Find and prove, once for a configuration in a process."""
     causal_lm = outermost(model)
     if (given := vars(causal_lm).get(_GIVEN)) is not None:
         return cast("Plan", given)

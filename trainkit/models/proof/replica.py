@@ -35,11 +35,7 @@ Signature = tuple[Any, ...]
 
 
 def outermost(model: nn.Module) -> PreTrainedModel:
-    """The outermost Hugging Face model.
-
-    Raises:
-        PatchError: there is none.
-    """
+    """The outermost Hugging Face model."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module

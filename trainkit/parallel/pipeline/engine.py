@@ -73,17 +73,7 @@ from trainkit.places import WEIGHTS
 def shard_over(
     model: nn.Module, share: Share, mesh: DeviceMesh, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """Shard what a rank has of a model, in place, over the ranks that have the same.
-
-    Args:
-        model: cut.
-        share: of this rank.
-        mesh: of the data ranks.
-        device: of this rank.
-
-    Returns:
-        The dtype that each parameter had, which it is saved in.
-    """
+    """Shard what a rank has of a model, in place, over the ranks that have the same."""
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     half = compute_dtype(model)
     ignored = kept_whole(model, half)
@@ -134,9 +124,6 @@ def write_shards(
         group: the ranks of a pipeline.
         rank: within it.
         size: of it.
-
-    Raises:
-        CheckpointError: a rank could not write; the same on all ranks.
     """
     name = f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
     part: dict[str, Any] = {"names": [], "bytes": 0, "numbers": 0, "problem": None}
@@ -225,12 +212,7 @@ class _Placed:
 
 
 class Pipeline(Engine):
-    """Layers on several ranks.
-
-    Args:
-        options: how many ranks, and which schedule.
-        process: which of them this is.
-    """
+    """Layers on several ranks."""
 
     holds_whole_model = False
     shards_optimizer = True
@@ -417,11 +399,7 @@ class Pipeline(Engine):
 
     @torch.no_grad()
     def _finish_gradients(self, holders: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Add up what several ranks have of a gradient, and take the mean over the data ranks.
-
-        Args:
-            holders: each trained parameter with the one that has its gradient.
-        """
+        """Add up what several ranks have of a gradient, and take the mean over the data ranks."""
         now = self._now
         for parameter in now.tied:
             if parameter in holders:
@@ -434,11 +412,7 @@ class Pipeline(Engine):
 
     @torch.no_grad()
     def _clipped(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of all stages together.
-
-        Returns:
-            Their norm before, 0-d, the same on every rank.
-        """
+        """Clip the gradients of all stages together."""
         now, holders = self._now, self._holders()
         repeated = () if now.share.has_first else now.tied
         counted = [
@@ -569,12 +543,7 @@ def without_labels(batch: Batch) -> Batch:
 
 
 def _trained(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Trained parameters by name, in fp32; saved buffers with them.
-
-    Args:
-        model: cut.
-        optimizer: has masters of half-precision weights, perhaps; None makes room for them.
-    """
+    """Trained parameters by name, in fp32; saved buffers with them."""
     masters = getattr(optimizer, "masters", {})
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():

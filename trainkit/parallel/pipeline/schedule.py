@@ -173,10 +173,8 @@ class Stage(nn.Module):
     def run(self, states: torch.Tensor, batch: Mapping[str, Any], loss: RunLoss) -> Any:
         """The stage's part of a forward pass.
 
-        Args:
-            states: (B, S, H) from the stage before; the first stage reads ``batch`` instead.
-            batch: as the collator made it, on the device.
-            loss: what the last stage returns.
+        The first stage reads ``batch``, the others ``states`` (B, S, H); the last returns what
+        ``loss`` gives.
         """
         given = {name: value for name, value in batch.items() if name != "input_ids"}
         if self.is_first:
@@ -263,13 +261,7 @@ class LateWeights:
         self._waiting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
     def put(self, weight: nn.Parameter, given: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep what makes a weight's gradient.
-
-        Args:
-            weight: (O, I).
-            given: (..., I), what the linear map was given.
-            gradient: (..., O), of what it returned.
-        """
+        """Keep what makes a weight's gradient."""
         self._waiting.append((weight, given, gradient))
 
     def take(self) -> Callable[[], None]:
@@ -387,9 +379,6 @@ class Wire:
     Attributes:
         group: its ranks.
         last: global rank of the one with the head.
-        device: of this rank.
-        hidden_size: H.
-        dtype: of hidden states.
     """
 
     group: Any
@@ -467,14 +456,7 @@ class _Timed(PipelineStage):
 
 
 class Steps:
-    """Runs steps of a fixed number of micro-batches.
-
-    Args:
-        stages: of this rank, in order.
-        share: of this rank.
-        row: the schedule.
-        wire: what the ranks agree on.
-    """
+    """Runs steps of a fixed number of micro-batches."""
 
     def __init__(self, stages: Sequence[Stage], share: Share, row: Schedule, wire: Wire) -> None:
         self._sent = [_Sent(stage, wire) for stage in stages]
@@ -493,10 +475,7 @@ class Steps:
     ) -> torch.Tensor:
         """Add a step's gradients to those of the parameters.
 
-        Args:
-            batches: of every micro-batch, on the device; the same on all ranks of the pipeline.
-            loss: the last stage's, of a micro-batch.
-            gather: takes what gradients there are into fp32, where somebody keeps them so.
+        ``gather`` takes what gradients there are into fp32, where somebody keeps them so.
 
         Returns:
             The loss of each micro-batch, (M,) float32, on every rank.
@@ -601,14 +580,6 @@ def relay(
 ) -> Any:
     """Run this rank's stages on a batch that all ranks of the pipeline have.
 
-    Args:
-        stages: of this rank, in order.
-        share: of this rank.
-        ranks: global ones of the pipeline.
-        wire: what they agree on.
-        batch: on the device.
-        last: what the last stage returns.
-
     Returns:
         What ``last`` returns on the rank with the head, None on the others.
     """
@@ -630,14 +601,7 @@ def relay(
 
 
 class Runnable(nn.Module):
-    """A cut model that can be called like a whole one, by all ranks together; without gradients.
-
-    Args:
-        model: the cut model, for its parameters and modes.
-        run: `relay` on the model's stages.
-        share: of this rank.
-        wire: what the ranks agree on.
-    """
+    """A cut model that can be called like a whole one, by all ranks together; without gradients."""
 
     def __init__(self, model: nn.Module, run: Any, share: Share, wire: Wire) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ class Schedule:
     """One row.
 
     Attributes:
-        engine: torch's class.
         stages: on each rank, unless a recipe says otherwise.
         is_v_shaped: a rank's second stage mirrors its first: rank 0 has the first and the last.
         multiple: micro-batches come in multiples of it times the ranks.
@@ -82,17 +81,7 @@ class Share:
 
     @classmethod
     def of(cls, options: ParallelOptions, rank: int, num_layers: int, head: float = 0.0) -> "Share":
-        """What a rank of a pipeline has of a model.
-
-        Args:
-            options: say how many ranks and stages there are.
-            rank: within the pipeline.
-            num_layers: of the model.
-            head: how many layers it takes as long as, see `head_in_layers`.
-
-        Raises:
-            ModelError: there are fewer layers than stages.
-        """
+        """What a rank of a pipeline has of a model."""
         size, per_rank = (
             options.pipeline,
             options.stages_per_rank or SCHEDULES[options.schedule].stages,
@@ -108,11 +97,7 @@ class Share:
 
 
 def head_in_layers(config: Any) -> float:
-    """How many layers compute as much as the head and the loss, by their matrix products.
-
-    Args:
-        config: of a model of `STAGED`.
-    """
+    """How many layers compute as much as the head and the loss, by their matrix products."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     attention = 2 * hidden * head_dim * (heads + config.num_key_value_heads)
@@ -121,16 +106,7 @@ def head_in_layers(config: Any) -> float:
 
 
 def cut(num_layers: int, ranks: Sequence[int], head: float = 0.0) -> list[range]:
-    """The layers of each stage: as equal work as whole layers allow for every rank.
-
-    Args:
-        num_layers: of the model.
-        ranks: for each stage, who has it.
-        head: the last stage's work besides its layers, in layers.
-
-    Raises:
-        ModelError: there are fewer layers than stages.
-    """
+    """The layers of each stage: as equal work as whole layers allow for every rank."""
     num_stages = len(ranks)
     if num_layers < num_stages:
         raise ModelError(
@@ -154,11 +130,7 @@ def cut(num_layers: int, ranks: Sequence[int], head: float = 0.0) -> list[range]
 
 
 def refuse_model(model_type: str, num_layers: int, options: ParallelOptions) -> None:
-    """Refuse a model that cannot be cut so, from its configuration alone.
-
-    Raises:
-        ModelError: nobody has held its stages against the whole, or it has too few layers.
-    """
+    """Refuse a model that cannot be cut so, from its configuration alone."""
     if model_type not in STAGED:
         raise ModelError(
             f"a pipeline of {model_type} has not been held against the whole model; those that "
@@ -170,15 +142,7 @@ def refuse_model(model_type: str, num_layers: int, options: ParallelOptions) -> 
 
 
 def refuse_micro_batches(options: ParallelOptions, num_micro_batches: int) -> None:
-    """Refuse a step of too few micro-batches, or of a number that the schedule cannot deal with.
-
-    Args:
-        options: name the schedule.
-        num_micro_batches: of an optimizer step, on each data rank.
-
-    Raises:
-        RecipeError: naming the numbers that are possible.
-    """
+    """Refuse a step of too few micro-batches, or of a number that the schedule cannot deal with."""
     row, size = SCHEDULES[options.schedule], options.pipeline
     step = max(row.multiple * size, 1)
     if num_micro_batches < size or num_micro_batches % step:

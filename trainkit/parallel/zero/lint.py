@@ -92,15 +92,7 @@ class _Noting(dict[str, Any]):
 
 
 def lint_file(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse what the installed DeepSpeed does not know, or would fail on.
-
-    Args:
-        config: the content of the file.
-        path: names it.
-
-    Raises:
-        RecipeError: naming the keys.
-    """
+    """Refuse what the installed DeepSpeed does not know, or would fail on."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for section, reason in _NOT_READ_HERE.items():
@@ -190,9 +182,6 @@ def refuse_contradictions(
         training: every field of the section that `_OF_RECIPE` names, and ``bf16`` and ``fp16``,
             None where the model's files decide.
         world_size: processes of the run.
-
-    Raises:
-        RecipeError: naming both keys.
     """
     wanted = {key: (f"training.{field}", training[field]) for key, field in _OF_RECIPE.items()}
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]

@@ -41,12 +41,7 @@ _SPLIT_BY = {LinearLayer: {"weight": 0, "bias": 0}, LinearAllreduce: {"weight": 
 
 
 class TensorParallel(DeepSpeed):
-    """ZeRO-1 over the data ranks, and matrix products over ``size`` neighbours.
-
-    Args:
-        path: DeepSpeed's configuration file.
-        size: ranks that share a product.
-    """
+    """ZeRO-1 over the data ranks, and matrix products over ``size`` neighbours."""
 
     shards_weights = True
 
@@ -166,9 +161,6 @@ def _require_same(whole: Outcome, split: Outcome, dtype: torch.dtype) -> None:
     """Hold a split model against the whole one.
 
     Allowed is the root of the dtype's step: as far from one rounding as from an error of order one.
-
-    Raises:
-        ModelError: they differ.
     """
     allowed = math.sqrt(torch.finfo(dtype).eps)
     largest = max((g.norm() for n, g in whole.items() if n != "logits"), default=torch.zeros(()))
@@ -203,11 +195,7 @@ _DOES_NOTHING = frozenset({"replicate", "replicated"})
 
 
 def refuse_heads(model: Any, size: int) -> None:
-    """Stop where a rank would have more heads than another.
-
-    Raises:
-        ModelError: saying which sizes can be.
-    """
+    """Stop where a rank would have more heads than another."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % size:
@@ -228,11 +216,7 @@ def _no_plan(model: Any, reason: str) -> ModelError:
 
 
 def _require_split(model: nn.Module) -> None:
-    """Hold the outcome against what was asked for.
-
-    Raises:
-        TrainkitError: no layer is split, or one in a way that cannot be saved.
-    """
+    """Hold the outcome against what was asked for."""
     split = [each for each in model.modules() if isinstance(each, TensorParallel_Layer)]
     unknown = {type(each).__name__ for each in split if type(each) not in _SPLIT_BY}
     if unknown or not split:

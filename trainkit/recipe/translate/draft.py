@@ -81,8 +81,6 @@ class Theirs:
     """What a file says.
 
     Attributes:
-        path: the file.
-        values: its keys.
         program: the program and subcommand of a command line, such as ``swift sft``.
         launcher: options of the launcher before it, such as ``config_file``.
         unclear: keys whose value only running it could tell, with the expression.
@@ -116,7 +114,6 @@ class Line:
         kind: see ``Kind``.
         theirs: the key and value in the other tool's words; of its defaults, with its name.
         ours: the keys and values here; empty where there are none.
-        note: what differs, or why it is not here.
     """
 
     kind: Kind
@@ -130,7 +127,6 @@ class Draft:
     """What has been made so far.
 
     Attributes:
-        tool: the other tool's name.
         folder: where its file is, for files that it names.
         given: its keys, as its file has them.
         theirs: the same, with the tool's own defaults.

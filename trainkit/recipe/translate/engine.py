@@ -36,7 +36,6 @@ class Translation:
 
     Attributes:
         tool: whose file it was.
-        text: the recipe.
         lines: what became of each setting; what is lost comes first.
     """
 
@@ -52,10 +51,6 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
         path: YAML, JSON, a command line in a file, a Python script or a notebook; none is run.
         tool: whose it is; None finds out.
         lossy: leave out what changes the result and is not here, instead of refusing.
-
-    Raises:
-        RecipeError: it cannot be read, nobody's keys are in it, it is another kind of training, or
-            it asks for what trainkit does not do.
     """
     theirs = read_theirs(path)
     name = tool or theirs.tool or _tool_of(theirs)

@@ -87,11 +87,7 @@ class Trained(Exception):
 
 
 def read_script(path: Path, text: str) -> Theirs:
-    """What a script trains: the model and the rows that reach the trainer, and its settings.
-
-    Raises:
-        RecipeError: it is no Python, no training, or one of another kind.
-    """
+    """What a script trains: the model and the rows that reach the trainer, and its settings."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

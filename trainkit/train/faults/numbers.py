@@ -89,16 +89,7 @@ class _Step:
 
 
 class NumberGuard:
-    """Watches the losses and the gradient norm of every step, on every rank.
-
-    Args:
-        args: of the run, whose directory keeps the batch of a bad step.
-        ranks: the processes.
-        sample_name: what to call a sample, ``file:line``.
-        stop: a wish of any rank to stop, which all learn of with the verdict.
-        policy: what to do about a bad step.
-        tell: warns the user.
-    """
+    """Watches the losses and the gradient norm of every step, on every rank."""
 
     def __init__(
         self,
@@ -235,11 +226,7 @@ class NumberGuard:
         return count
 
     def flush(self) -> None:
-        """Wait for the last step's verdict; before anything is saved, logged or evaluated.
-
-        Raises:
-            NumberError: it has a number that is none.
-        """
+        """Wait for the last step's verdict; before anything is saved, logged or evaluated."""
         step, self._unread = self._unread, None
         if step is None:
             return
@@ -516,12 +503,9 @@ class BadBatch:
     """What one rank knows of a bad step.
 
     Attributes:
-        step: its number, from 1.
-        dist_rank: whose part it is.
         kind: loss, gradient, spike or weights: what was bad.
         says: the sentence that the user read.
         losses: of the micro-batches, each its part of the step's loss.
-        grad_norm: before clipping.
         limit: of a spike.
         rows: the samples of each micro-batch, ``file:line`` where that is known.
         batches: the micro-batches' tensors by name.
@@ -553,11 +537,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def write_batch(run: Path, bad: BadBatch) -> Path:
-    """Keep this rank's part; returns the step's folder.
-
-    Raises:
-        RunDirectoryError: it cannot be written.
-    """
+    """Keep this rank's part; returns the step's folder."""
     folder = folder_of(run, bad.step)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -583,11 +563,7 @@ def steps_kept(run: Path) -> list[int]:
 
 
 def read_batches(folder: Path) -> list[BadBatch]:
-    """What the ranks kept of a step, in order.
-
-    Raises:
-        RunDirectoryError: a file is damaged, or there is none.
-    """
+    """What the ranks kept of a step, in order."""
     found = []
     for path in sorted(folder.glob("rank*.safetensors"), key=lambda p: (len(p.name), p.name)):
         try:

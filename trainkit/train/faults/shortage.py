@@ -58,12 +58,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def out_of_memory(loop: LoopState, error: BaseException) -> MemoryShortageError:
-    """What a run that ran out of memory ends with.
-
-    Args:
-        loop: the loop, whose last batch is known.
-        error: torch's own.
-    """
+    """What a run that ran out of memory ends with."""
     lengths, width = lengths_of(loop.latest_batch)
     shown = ", ".join(map(str, lengths[:_SHOWN])) + (", ..." if len(lengths) > _SHOWN else "")
     owners = ", ".join(f"{owner} {gib:.2f} GiB" for owner, gib in owners_of(loop).items())

@@ -198,12 +198,7 @@ def record_if_stuck(abandon: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def saving_on_signals(stop: StopRequest, say: Callable[[str], None]) -> Iterator[None]:
-    """Let signals ask ``stop`` instead; the second one raises.
-
-    Args:
-        stop: where the wish is noted.
-        say: tells the user that it was heard.
-    """
+    """Let signals ask ``stop`` instead; the second one raises."""
     before = {number: signal.signal(number, _watcher.handle) for number in acted_on()}
     _watcher.stop, _watcher.say = stop, say
     try:

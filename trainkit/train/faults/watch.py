@@ -66,13 +66,8 @@ class _Line:
 class Watch:
     """Watches the other ranks and this one's own progress.
 
-    Args:
-        folder: where the ranks' lines are; shared by all of them.
-        dist_rank: this rank.
-        world_size: of how many.
-        launch: the same on all ranks of this start, and on no other start.
-        step_timeout: seconds; None waits for ever.
-        record: notes in the run's status why it failed, where rank 0 cannot.
+    ``launch`` is the same on all ranks of this start, and on no other start; without
+    ``step_timeout`` it waits for ever.
 
     Attributes:
         timeout: None from when nothing is to be said about how long anything takes.

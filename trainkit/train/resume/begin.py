@@ -149,9 +149,6 @@ def review_built(run: Run) -> None:
 
     Where the recipe leaves them to the machine, another one may choose others, and nobody would
     see it. What runs is in the fingerprint of what the run saves.
-
-    Raises:
-        ResumeRefusedError: naming what runs otherwise.
     """
     runs, point = run.built.runs, run.point
     run.fingerprint = {**run.fingerprint, IN_USE: dict(runs), BASE: files_of_base(run)}

@@ -119,9 +119,6 @@ def review(
         allowed: keys given with ``--allow-changed``.
         accepted_before: ``{key, now}`` of what earlier starts let pass; asked for once is enough.
         sharded: each process has saved a part of the optimizer's state.
-
-    Raises:
-        ResumeRefusedError: naming each value that changed and may not.
     """
     if point.settings.get("training.save_only_model"):
         raise ResumeRefusedError(
@@ -165,11 +162,7 @@ def review_running(
     allowed: Sequence[str] = (),
     accepted_before: Iterable[Mapping[str, Any]] = (),
 ) -> tuple[Change, ...]:
-    """As `review`, of what only the built model knows; returns what was accepted.
-
-    Raises:
-        ResumeRefusedError: naming what does not run as it did.
-    """
+    """As `review`, of what only the built model knows; returns what was accepted."""
     known = point.fingerprint.get(IN_USE)
     if not isinstance(known, dict):
         return ()

@@ -53,20 +53,7 @@ def read_command(
     resume: str | None = None,
     output_dir: Path | None = None,
 ) -> Given:
-    """Find the run that is meant and load its recipe.
-
-    Args:
-        config: the recipe; None takes the continued run's own.
-        overrides: today's ``section.key=value``.
-        options: today's options that set recipe values.
-        resume: ``auto``, a run or checkpoint directory, or None.
-        output_dir: ``--output-dir``.
-
-    Raises:
-        RecipeError: there is no recipe, or it is wrong.
-        RunDirectoryError: there is no run to continue.
-        ResumeRefusedError: the run has ended, and the command changes nothing.
-    """
+    """Find the run that is meant and load its recipe."""
     if resume is None and is_restarted():
         return _after_restart(config, overrides, options, output_dir)
     if resume == "auto":
@@ -259,11 +246,7 @@ def settings_of_all(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def refuse_unlike_hosts(loaded: LoadedRecipe, resume: object) -> None:
-    """Stop where a host has another recipe, other packages or other files.
-
-    Raises:
-        RecipeError: naming the process and what it has.
-    """
+    """Stop where a host has another recipe, other packages or other files."""
     process = ProcessRank.from_environment()
     if process.world_size == 1:
         return
