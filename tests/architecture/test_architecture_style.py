@@ -35,7 +35,7 @@ BUDGET = {
     "trainkit": {"files": 384, "code": 61_500, "words": 10_950},
     "tests": {"code": 40_300},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_300},
+    "benchmarks": {"code": 2_400},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import curve, loss, ops, packing, runs
+from benchmarks import curve, loss, ops, packing, runs, unlisted
 from trainkit.bench import step
 from trainkit.bench.cells import Cell, Records, environment, run
 from trainkit.bench.lora import MODES, quantize
@@ -67,6 +67,25 @@ def test_quantising_in_place_packs_the_decoder_and_leaves_the_head():
     model = quantize(build(TINY, CPU, "sdpa"))
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert kinds["model.layers.0.self_attn.q_proj"] == "Linear4bit"
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_steps_of_two_depths_make_the_whole_models(mode, monkeypatch):
+    """16 layers of 5 ms and 40 ms besides, told from 6 layers and from 3."""
+    sizes = {**TINY.config, "num_hidden_layers": 16}
+    cell = Cell("", "tiny", "trainkit", mode, 0.0, 1, {"pattern": 3}, Shape("olmo2", sizes, 2, 16))
+    depths = []
+
+    def milliseconds(self):
+        self.step()
+        depths.append(sum(type(each).__name__.endswith("Layer") for each in self.model.modules()))
+        return 40.0 + 5.0 * depths[-1]
+
+    monkeypatch.setattr("trainkit.bench.measure.Training.milliseconds", milliseconds)
+    row = unlisted.measure(cell, CPU)
+    assert depths == [6, 3]
+    assert row["ms"] == 40.0 + 5.0 * 16
+    assert row["layer_microseconds"] == 5000
 
 
 @pytest.mark.parametrize("layout", packing.LAYOUTS)

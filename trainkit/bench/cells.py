@@ -64,6 +64,10 @@ def run(
         if together:
             for cell, process in zip(cells, processes, strict=True):
                 _send(cell, process)
+        else:
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()  # all have imported: nothing runs beside the clock
         for cell, process in zip(cells, processes, strict=True):
             if not together:
                 _send(cell, process)
@@ -225,6 +229,8 @@ def main() -> None:
     import transformers  # noqa: F401  (imported while other cells have the GPU)
 
     module = importlib.import_module(sys.argv[1])
+    sys.stdout.write("imported\n")
+    sys.stdout.flush()
     values = json.loads(sys.stdin.readline())
     shape = values.pop("shape")
     cell = replace(Cell(**values), shape=None if shape is None else Shape(**shape))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trainkit.bench.cells import FIRST_IMPORT, Cell
-from trainkit.bench.measure import peak_gib, timed
+from trainkit.bench.measure import Training, peak_gib
 from trainkit.bench.providers import Shape, build, provide
 
 PROVIDERS = ("peft", "liger", "unsloth", "trainkit", "frozen")
@@ -108,7 +108,8 @@ def _peft(cell: Cell, device: torch.device) -> Any:
     elif cell.mode.endswith("checkpointed"):
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    config = LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    targets = cell.settings.get("targets", TARGETS)
+    config = LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 
 
@@ -137,7 +138,8 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
     from trainkit.models.fp8.base import quantize_to_fp8
     from trainkit.models.recompute import Recomputed, every
 
-    model: Any = provide("trainkit", cell.size, device).model
+    kernels = cell.settings.get("kernels", True)
+    model: Any = provide("trainkit", cell.size, device, kernels=kernels).model
     if cell.mode.startswith("qlora"):
         model = quantize(model)
     if cell.mode.startswith("fp8"):
@@ -148,7 +150,8 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
         model.enable_input_require_grads()
         adapted = model
     else:
-        adapted = attach(model, LoraOptions(r=LORA_RANK, alpha=32))
+        targets = cell.settings.get("targets", TARGETS)
+        adapted = attach(model, LoraOptions(r=LORA_RANK, alpha=32, target_modules=targets))
         fuse(adapted)
     if cell.mode.endswith("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -167,8 +170,8 @@ _BUILDERS = {
 }
 
 
-def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Build a cell's model and time its steps.
+def training(cell: Cell, device: torch.device) -> Training:
+    """A cell's model with its step.
 
     Raises:
         ValueError: the provider does not have the mode.
@@ -187,17 +190,21 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    first = step()
-    for _ in range(2):
-        step()
-    milliseconds, loss = timed(step, cell.steps, device)
+    return Training(model, step, device, cell.steps)
+
+
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Build a cell's model and time its steps."""
+    shape, trained = cell.size, training(cell, device)
+    first = trained.step()
+    milliseconds = trained.milliseconds()
     return {
         "batch_size": shape.batch_size,
         "length": shape.length,
@@ -207,5 +214,5 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         "tokens_per_second": shape.batch_size * shape.length / milliseconds * 1e3,
         "peak_memory_gib": peak_gib(device),
         "loss": first.item(),
-        "last_loss": loss.item(),
+        "last_loss": trained.step().item(),
     }

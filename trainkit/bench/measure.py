@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 _COPY_BYTES = 2**31
 _MATRIX_SIZE = 8192
@@ -51,6 +53,32 @@ def warm_up(work: Callable[[], object], *, seconds: float) -> None:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model and its training step, to be timed.
+
+    Args:
+        model: what the step trains.
+        step: one; returns the loss.
+        device: where it runs.
+        steps: on the clock.
+        warm_up_seconds: before it runs; twice the step at least.
+    """
+
+    model: nn.Module
+    step: Callable[[], torch.Tensor]
+    device: torch.device
+    steps: int
+    warm_up_seconds: float = 0.0
+
+    def milliseconds(self) -> float:
+        """The median of a step's."""
+        for _ in range(2):
+            self.step()
+        warm_up(self.step, seconds=self.warm_up_seconds)
+        return timed(self.step, self.steps, self.device)[0]
 
 
 def peak_gib(device: torch.device) -> float | None:

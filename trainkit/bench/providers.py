@@ -89,6 +89,7 @@ def provide(
     *,
     packed: bool = False,
     loss_chunk_tokens: int | None = None,
+    kernels: bool | Mapping[str, bool] = True,
 ) -> Provided:
     """Build a shape's model as a provider's users have it."""
     if provider not in PROVIDERS:
@@ -101,7 +102,7 @@ def provide(
         chosen = attention.resolve_attention(packed=packed, device=device)
         model = build(shape, device, chosen.name)
         attention.install(model, chosen.engine)
-        trainkit.patch(model)
+        trainkit.patch(model, kernels)
         loss_head.configure(model, loss_head.LossOptions(chunk_tokens=loss_chunk_tokens))
         return Provided(model, torch.compile(model) if provider.endswith("compile") else model)
     if packed:

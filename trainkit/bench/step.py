@@ -12,44 +12,51 @@ import torch
 from torch import nn
 
 from trainkit.bench.cells import Cell
-from trainkit.bench.measure import peak_gib, timed, warm_up
+from trainkit.bench.measure import Training, peak_gib
 from trainkit.bench.providers import Shape, attention_of, provide
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 by the vendor's datasheet."""
 
 
-def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Build a cell's model and time its steps on ``device``."""
+def training(cell: Cell, device: torch.device) -> Training:
+    """A cell's model with its step: forward and backward."""
     shape, chunk = cell.size, cell.settings.get("loss_chunk_tokens")
-    provided = provide(cell.provider, shape, device, loss_chunk_tokens=chunk)
+    kernels = cell.settings.get("kernels", True)
+    provided = provide(cell.provider, shape, device, loss_chunk_tokens=chunk, kernels=kernels)
     generator = torch.Generator(device).manual_seed(1)
     size = (shape.batch_size, shape.length)
     tokens = torch.randint(0, shape.config["vocab_size"], size, generator=generator, device=device)
     num_items = torch.tensor(shape.batch_size * (shape.length - 1), device=device)
 
     def step() -> torch.Tensor:
-        loss = provided.call(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
-        loss.backward()
+        with attention_of(cell.provider):
+            loss: torch.Tensor = provided.call(
+                input_ids=tokens, labels=tokens, num_items_in_batch=num_items
+            ).loss
+            loss.backward()
         provided.model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    with attention_of(cell.provider):
-        first = step()
-        warm_up(step, seconds=cell.warm_up_seconds)
-        milliseconds, _ = timed(step, cell.steps, device)
-        peak_memory_gib = peak_gib(device)
+    return Training(provided.model, step, device, cell.steps, cell.warm_up_seconds)
+
+
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Build a cell's model and time its steps on ``device``."""
+    shape, trained = cell.size, training(cell, device)
+    first = trained.step()
+    milliseconds = trained.milliseconds()
     num_tokens = shape.batch_size * shape.length
-    flops = _flops_per_token(provided.model, shape) * num_tokens
+    flops = _flops_per_token(trained.model, shape) * num_tokens
     seconds = milliseconds / 1e3
     return {
         "batch_size": shape.batch_size,
         "length": shape.length,
-        "loss_chunk_tokens": chunk,
+        "loss_chunk_tokens": cell.settings.get("loss_chunk_tokens"),
         "ms": milliseconds,
         "tokens_per_second": num_tokens / seconds,
         "mfu": flops / seconds / PEAK_FLOPS,
-        "peak_memory_gib": peak_memory_gib,
+        "peak_memory_gib": peak_gib(device),
         "loss": first.item(),
     }
 
