@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.objectives.objective import BatchCounts
 from trainkit.parallel.engine import Ranks
@@ -55,7 +55,14 @@ def test_what_was_counted_since_the_last_row_comes_back(tmp_path):
     assert after.rows.loss_sum.item() == before.rows.loss_sum.item()
     assert after.rows.logged_step == 5
     after.rows.before_step(after, [], [BatchCounts(1, 1, 1)], 0.5)
-    row = after.rows.figures(after)
+    rows = []
+    after.control = TrainerControl(should_log=True)
+    after.guard = SimpleNamespace(flush=lambda until: None, take_skipped=lambda: 0)
+    after.engine = SimpleNamespace(figures=dict)
+    after.is_over, after.norm, after.rate, after.log = True, 1.0, 0.1, rows.append
+    after.rows.due(after)
+    (row,) = rows
+    assert row["loss"] == pytest.approx(3.7)
     assert (row["num_tokens"], row["num_trained_tokens"]) == (17, 8)
     assert row["data_seconds"] == pytest.approx(0.5)
     assert row["token_accuracy"] == pytest.approx(5 / 7)

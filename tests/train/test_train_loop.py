@@ -23,6 +23,7 @@ from trainkit.train.checkpoints import find_resume_point
 from trainkit.train.faults.numbers import NumberError
 from trainkit.train.finish import save_final
 from trainkit.train.hooks import KEPT_ROWS
+from trainkit.train.log import Rows
 
 
 def losses(trainer):
@@ -87,6 +88,69 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lab, dtype):
     first, second = unbroken.optimizer.state_dict(), resumed.optimizer.state_dict()
     for key, state in first["state"].items():
         assert all(torch.equal(state[name], second["state"][key][name]) for name in state)
+
+
+class Seen(TrainerCallback):
+    """What a tracker is told: each row, its step and epoch, and how many steps there had been."""
+
+    def __init__(self):
+        self.rows, self.steps = [], 0
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps = state.global_step
+
+    def on_log(self, args, state, control, logs=None, **_):
+        clock = ("seconds", "_runtime", "per_second")
+        row = {name: value for name, value in logs.items() if not name.endswith(clock)}
+        self.rows.append((state.global_step, state.epoch, self.steps, row))
+
+
+def logged(lab, name, *, late, **options):
+    """Rows of a run on a CPU, or as a GPU's are: one step late."""
+    trainer, seen = lab.trainer(name, **options), Seen()
+    trainer.add_callback(seen)
+    rows = trainer.hook(Rows)
+    begin = rows.begin
+
+    def begin_late(*given):
+        begin(*given)
+        rows.may_wait = late
+
+    rows.begin = begin_late
+    return trainer, seen
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_rows_that_are_logged_one_step_late_are_the_same_ones(lab, every):
+    options = {"logging_steps": every, "save_steps": 3, "eval_strategy": "steps", "eval_steps": 5}
+    found = []
+    for late in (False, True):
+        trainer, seen = logged(lab, f"late-{late}", late=late, max_steps=9, **options)
+        trainer.train()
+        saved = lab.root / f"late-{late}" / "checkpoint-6" / "trainer_state.json"
+        steps = [row["step"] for row in json.loads(saved.read_text())["log_history"]]
+        found.append(([(step, epoch, row) for step, epoch, _, row in seen.rows], steps))
+        behind = {steps - step for step, _, steps, row in seen.rows if "loss" in row}
+        assert behind == ({0, 1} if late else {0})
+    assert found[0] == found[1]
+
+
+def test_the_rows_before_a_failure_are_logged_and_none_of_a_step_that_is_bad(lab):
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 4:
+                raise OSError("the disk is gone")
+
+    trainer, seen = logged(lab, "fails", late=True, save_strategy="no")
+    trainer.add_callback(Fails())
+    with pytest.raises(OSError, match="gone"):
+        trainer.train()
+    assert [step for step, *_ in seen.rows] == [1, 2, 3, 4]
+
+    trainer, seen = logged(lab, "bad", late=True, save_strategy="no", learning_rate=1e30)
+    with pytest.raises(NumberError) as caught:
+        trainer.train()
+    assert [step for step, *_ in seen.rows] == list(range(1, caught.value.step))
 
 
 def test_a_run_that_goes_back_saves_the_adapters_of_its_new_model_and_keeps_no_old_one(lab):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -140,6 +140,32 @@ def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> torch.Tensor:
     else:
         copies[place] = tensor, tensor.clone()
     return copies[place][1]
+
+
+def on_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Numbers of the host as float64 on the device; nothing waits until they are there."""
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+class Fetched:
+    """A tensor on its way to the host, while the device goes on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._ready: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = host.copy_(tensor, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def tolist(self) -> list[float]:
+        """Its numbers; waits for what the device had in its queue when the copy was asked for."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 class Ranks:

@@ -84,6 +84,9 @@ class Hook:
     def end(self, loop: LoopState) -> None:
         """Behind the last step."""
 
+    def failed(self, loop: LoopState, error: Exception) -> None:
+        """Training ends with an error."""
+
     def on_train_end(self, loop: LoopState) -> None:
         """Nothing follows."""
 
@@ -156,6 +159,13 @@ class LoopState:
         self.control = TrainerControl()
         self.state = self.new_state()
         self.event("on_init_end")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows in this epoch."""
+        control, state = self.control, self.state
+        is_stopped = control.should_epoch_stop or control.should_training_stop
+        return is_stopped or state.global_step >= state.max_steps
 
     def event(self, name: str, *given: Any) -> None:
         """Tell transformers' callbacks, then our hooks."""

@@ -1,9 +1,11 @@
 """What the log says of the steps since the last row: tokens, speed, figures, dropped rows."""
 
+from __future__ import annotations
+
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,41 @@ from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
 from trainkit.models.loss import take_counts as take_correct
 from trainkit.objectives.objective import BatchCounts
+from trainkit.parallel.engine import Fetched, on_device
 from trainkit.train.checkpoints import Save
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.hooks import Hook, LoopState
 
 if TYPE_CHECKING:
     from trainkit.estimate.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What the steps since the last row have come to, while their numbers are on their way.
+
+    Attributes:
+        step, epoch: of the last of them; ``num_steps`` are in it.
+        norm: None where it is among the numbers.
+        rate: of the last one.
+        counts, seconds: of this rank.
+        figures: the strategy's own.
+        peak_bytes: of the GPU's memory.
+        sizes: of the numbers, by name.
+        numbers: of all ranks.
+    """
+
+    step: int
+    epoch: float | None
+    num_steps: int
+    norm: float | None
+    rate: float
+    counts: Mapping[str, float]
+    seconds: float
+    figures: Mapping[str, float]
+    peak_bytes: int | None
+    sizes: Mapping[str, int]
+    numbers: Fetched
 
 
 class Rows(Hook):
@@ -34,12 +65,14 @@ class Rows(Hook):
         loss_sum: 0-d, on the device.
         logged_step: the step of the last row.
         counts: steps, tokens and seconds since then.
+        may_wait: a row is logged one step late, where nothing else needs it.
     """
 
     counts: dict[str, float]
     correct: torch.Tensor | None = None
     """Of the head, from before the checkpoint that a run goes on from."""
     _seconds_per_token: float | None = None
+    _taken: _Taken | None = None
 
     def on_init_end(self, loop: LoopState) -> None:
         """The model is whole; later a rank may have a part of it."""
@@ -49,6 +82,7 @@ class Rows(Hook):
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Begin to count; a continued run goes on with what was counted since its last row."""
         args, state = loop.args, loop.state
+        self.may_wait = args.device.type == "cuda"
         self.loss_sum = torch.zeros((), device=args.device)
         self.logged_step = self._first = state.global_step
         self._total, self._began = 0.0, time.time()
@@ -117,18 +151,91 @@ class Rows(Hook):
                 own.sums = torch.where(left_out, earlier, own.sums)
 
     def due(self, loop: LoopState) -> None:
-        """Log the row."""
-        num_steps = loop.state.global_step - self.logged_step
-        if not loop.control.should_log or num_steps <= 0:
-            return
-        mean = loop.ranks.reduce(self.loss_sum, "mean").item()
+        """Log the row; a GPU's when the next step is queued behind it, so that no step waits.
+
+        Where something else is due, too, or no step follows, it is logged at once.
+        """
+        control, args = loop.control, loop.args
+        earlier, self._taken = self._taken, None
+        if control.should_log and loop.state.global_step > self.logged_step:
+            self._taken = self._take(loop)
+        if earlier is not None:
+            self._log(loop, earlier)
+        is_last = loop.is_over or control.should_training_stop
+        looks_back = control.should_evaluate or control.should_save or is_last
+        if looks_back or args.include_num_input_tokens_seen != "no" or not self.may_wait:
+            self.settle(loop)
+
+    def settle(self, loop: LoopState) -> None:
+        """Log the row that waits for its numbers."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._log(loop, taken)
+
+    def failed(self, loop: LoopState, error: Exception) -> None:
+        """The steps before the one that failed are in the record."""
+        if self._taken is not None and self._taken.step != getattr(error, "step", None):
+            self.settle(loop)
+
+    def _take(self, loop: LoopState) -> _Taken:
+        """What the steps since the last row have come to; all ranks call it at the same step."""
+        layout, stream, device = loop.layout, loop.stream, loop.args.device
+        counts, began, step = self.counts, self.started, loop.state.global_step
+        self._forget()
+        of_host = {"seen": [self._flops, self._tokens]}
+        of_host["counts"] = [counts["num_tokens"], counts["num_trained_tokens"]]
+        if stream is not None:
+            passes = [0 if p is None else p.epoch for p in stream.positions]
+            rows = [stream.num_rows, stream.num_dropped, sum(passes), len(passes)]
+            of_host["stream"] = [row * layout.counts_rows for row in rows]
+        added = {name: on_device(values, device) for name, values in of_host.items()}
+        if loop.loss.train_metrics is not None:
+            own = loop.loss.train_metrics.take(device)
+            added["own"] = own.flatten().double() * layout.counts_losses
+        correct = self._take_correct(loop.model)
+        # Only some ranks have the head where a model is spread over several.
+        nothing = torch.zeros(2, device=device)
+        added["correct"] = (nothing if correct is None else correct).double()
+        sums = loop.ranks.reduce(torch.cat(list(added.values())))
+        alike = {"loss": loop.ranks.reduce(self.loss_sum, "mean")}
+        if isinstance(loop.norm, torch.Tensor):
+            alike["grad_norm"] = loop.norm
+        numbers = torch.cat((sums, *(each.double().reshape(1) for each in alike.values())))
+        num_steps = step - self.logged_step
         self.loss_sum = torch.zeros_like(self.loss_sum)
-        self._total, self.logged_step = self._total + mean, loop.state.global_step
-        self._count(loop)
-        norm = loop.norm.item() if isinstance(loop.norm, torch.Tensor) else loop.norm
-        row = {"loss": mean / num_steps, "grad_norm": norm, "learning_rate": loop.rate}
-        loop.guard.flush()
-        row |= {**self.figures(loop), **loop.engine.figures()}
+        self.logged_step, self._flops, self._tokens = step, 0.0, 0.0
+        return _Taken(
+            step=step,
+            epoch=loop.state.epoch,
+            num_steps=num_steps,
+            norm=None if isinstance(loop.norm, torch.Tensor) else loop.norm,
+            rate=loop.rate,
+            counts=counts,
+            seconds=self.started - began,
+            figures=loop.engine.figures(),
+            peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            sizes={name: len(each) for name, each in added.items()} | dict.fromkeys(alike, 1),
+            numbers=Fetched(numbers),
+        )
+
+    def _log(self, loop: LoopState, taken: _Taken) -> None:
+        """Log a row, as soon as the device has come to its numbers."""
+        state, numbers = loop.state, taken.numbers.tolist()
+        found: dict[str, list[float]] = {}
+        for name, size in taken.sizes.items():
+            found[name], numbers = numbers[:size], numbers[size:]
+        (mean,) = found["loss"]
+        self._total += mean
+        state.total_flos += found["seen"][0]
+        state.num_input_tokens_seen += int(found["seen"][1])
+        (norm,) = found.get("grad_norm", (taken.norm,))
+        row: dict[str, Any] = {
+            "loss": mean / taken.num_steps,
+            "grad_norm": norm,
+            "learning_rate": taken.rate,
+        }
+        loop.guard.flush(taken.step)
+        row |= {**self._figures(loop, taken, found), **taken.figures}
         counted, left_out = loop.run.numbers.take_counts()
         num_skipped = loop.guard.take_skipped()
         if num_skipped or loop.args.fp16:
@@ -140,31 +247,31 @@ class Rows(Hook):
         elif left_out:
             row["loss"] *= counted / (counted - left_out)
         if loop.args.include_num_input_tokens_seen != "no":
-            seen = loop.state.num_input_tokens_seen - self._tokens_before
+            seen = state.num_input_tokens_seen - self._tokens_before
             row |= speed_metrics("train", self._began, num_tokens=seen)
+        now = state.global_step, state.epoch
+        state.global_step, state.epoch = taken.step, taken.epoch  # where trackers read them
         loop.log(row)
+        state.global_step, state.epoch = now
 
-    def figures(self, loop: LoopState) -> dict[str, float]:
-        """Those of all ranks since the last call, which all ranks make at the same step."""
-        counts, began, stream = self.counts, self.started, loop.stream
-        own = loop.loss.train_metrics
-        self._forget()
-        seconds = max(self.started - began, 1e-9)
-        sums = self._add_up(loop, counts)
+    def _figures(
+        self, loop: LoopState, taken: _Taken, sums: dict[str, list[float]]
+    ) -> dict[str, float]:
+        """Tokens, speed and the objective's figures."""
         num_tokens, num_trained = sums["counts"]
-        num_steps = max(counts["num_steps"], 1)
+        seconds, num_steps = max(taken.seconds, 1e-9), max(taken.counts["num_steps"], 1)
         row: dict[str, float] = {
             "num_tokens": int(num_tokens),
             "num_trained_tokens": int(num_trained),
-            "step_seconds": (self.started - began) / num_steps,
+            "step_seconds": taken.seconds / num_steps,
             "tokens_per_second": num_tokens / seconds,
-            "data_seconds": counts["data_seconds"] / num_steps,
+            "data_seconds": taken.counts["data_seconds"] / num_steps,
         }
-        if own is not None:
-            row |= own.rows(sums["own"])
-        if stream is not None:
+        if loop.loss.train_metrics is not None:
+            row |= loop.loss.train_metrics.rows(sums["own"])
+        if loop.stream is not None:
             num_rows, num_dropped = map(int, sums["stream"][:2])
-            stream.stream.check_dropped(num_rows, num_dropped)
+            loop.stream.stream.check_dropped(num_rows, num_dropped)
             row |= {"num_rows": num_rows, "num_dropped": num_dropped}
             row["num_passes"] = sums["stream"][2] / sums["stream"][3]
         correct, trained = sums["correct"]
@@ -173,31 +280,9 @@ class Rows(Hook):
         if self._seconds_per_token is not None:
             a_device = num_tokens / seconds / loop.ranks.num_processes
             row["mfu"] = a_device * self._seconds_per_token
-        if torch.cuda.is_available():
-            row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if taken.peak_bytes is not None:
+            row["peak_memory_gib"] = taken.peak_bytes / 2**30
         return row
-
-    def _add_up(self, loop: LoopState, counts: dict[str, float]) -> dict[str, list[float]]:
-        """The ranks' sums by name, in one reduction."""
-        layout, stream, device = loop.layout, loop.stream, loop.args.device
-        tokens = [counts["num_tokens"], counts["num_trained_tokens"]]
-        mine = {"counts": torch.tensor(tokens, dtype=torch.float64, device=device)}
-        if loop.loss.train_metrics is not None:
-            mine["own"] = loop.loss.train_metrics.take(device).flatten() * layout.counts_losses
-        if stream is not None:
-            passes = [0 if p is None else p.epoch for p in stream.positions]
-            rows = [stream.num_rows, stream.num_dropped, sum(passes), len(passes)]
-            counted = [row * layout.counts_rows for row in rows]
-            mine["stream"] = torch.tensor(counted, dtype=torch.float64, device=device)
-        correct = self._take_correct(loop.model)
-        # Only some ranks have the head where a model is spread over several.
-        nothing = torch.zeros(2, device=device)
-        mine["correct"] = (nothing if correct is None else correct).double()
-        total = loop.ranks.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()
-        sums = {}
-        for name, values in mine.items():
-            sums[name], total = total[: len(values)], total[len(values) :]
-        return sums
 
     def _take_correct(self, model: nn.Module) -> torch.Tensor | None:
         correct, earlier = take_correct(model), self.correct
@@ -208,9 +293,7 @@ class Rows(Hook):
 
     def _count(self, loop: LoopState) -> None:
         """What all ranks have computed and seen since the last call."""
-        mine = torch.tensor(
-            (self._flops, self._tokens), dtype=torch.float64, device=loop.args.device
-        )
+        mine = on_device([self._flops, self._tokens], loop.args.device)
         flops, tokens = loop.ranks.reduce(mine).tolist()
         self._flops = self._tokens = 0.0
         loop.state.total_flos += flops
@@ -218,6 +301,7 @@ class Rows(Hook):
 
     def end(self, loop: LoopState) -> None:
         """Log the run as a whole."""
+        self.settle(loop)
         self._count(loop)
         total = self._total + self.loss_sum.item()
         num_steps = loop.state.global_step - self._first
@@ -227,6 +311,7 @@ class Rows(Hook):
 
     def save(self, loop: LoopState, save: Save) -> None:
         """What was counted since the last row, and an evaluation that is missed."""
+        self.settle(loop)
         self._count(loop)
         misses = loop.stop.misses_evaluation
         if not misses and loop.state.global_step == self.logged_step:
@@ -326,7 +411,7 @@ _UNKNOWN_GPU = "a100-80g"
 """Whose speed is taken for a GPU that the table does not have."""
 
 
-def this_gpu() -> "Gpu | None":
+def this_gpu() -> Gpu | None:
     """This process's GPU with the memory that it really has; None without one."""
     if not torch.cuda.is_available():
         return None

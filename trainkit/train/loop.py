@@ -11,6 +11,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ class Loop(LoopState):
         checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         try:
             self._train(checkpoint)
-        except Exception:
+        except Exception as error:
+            with suppress(Exception):  # the first error is the one to tell of
+                self.tell("failed", error)
             self.checkpoints.settle()
             raise
         return self.state
@@ -139,13 +142,6 @@ class Loop(LoopState):
             torch.cuda.empty_cache()
         return loss / parts if divides else loss
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no step follows in this epoch."""
-        control, state = self.control, self.state
-        is_stopped = control.should_epoch_stop or control.should_training_stop
-        return is_stopped or state.global_step >= state.max_steps
-
     # -- parts of a step --------------------------------------------------------------------------
 
     def _prepared(self, micro: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -156,7 +152,8 @@ class Loop(LoopState):
 
     def _num_items(self, counts: Sequence[BatchCounts]) -> torch.Tensor:
         """What a step's losses are divided by: the items of its rows, those of all data ranks."""
-        count = torch.tensor(sum(each.num_items for each in counts), device=self.args.device)
+        # Filled on the device: a copy from the host would wait for the step before.
+        count = torch.full((), sum(each.num_items for each in counts), device=self.args.device)
         if self.args.average_tokens_across_devices:
             mine = count if self.layout.counts_rows else torch.zeros_like(count)
             count = self.ranks.reduce(mine)

@@ -30,7 +30,7 @@ from transformers import TrainingArguments
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import RunDirectoryError, TrainkitError
-from trainkit.parallel.engine import Ranks
+from trainkit.parallel.engine import Fetched, Ranks
 from trainkit.parallel.parameters import all_ranks
 from trainkit.places import checkpoints_in
 from trainkit.run.files import jsonable, write_bytes_atomic
@@ -79,10 +79,9 @@ class _Step:
     limit: float = float("inf")
     spikes: torch.Tensor | None = None
     forgives_gradients: bool = False
-    numbers: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """On the host: the verdicts on loss and gradient, a wish to stop, whether the loss spikes, the
-    step's loss, the norm, and the loss of each micro-batch."""
-    ready: torch.cuda.Event | None = None
+    numbers: Fetched = field(default_factory=lambda: Fetched(torch.zeros(0)))
+    """The verdicts on loss and gradient, a wish to stop, whether the loss spikes, the step's loss,
+    the norm, and the loss of each micro-batch."""
     listed: list[float] = field(default_factory=list)
     """The losses, once they are read."""
     norm: float = 0.0
@@ -207,16 +206,10 @@ class NumberGuard:
             self.left_out = torch.maximum(self.left_out, verdict[1])
         numbers = torch.cat((verdict, torch.stack((spikes, mean)), losses))
         current.losses.clear()
-        if device.type == "cuda":
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            current.numbers = host.copy_(numbers, non_blocking=True)
-            current.ready = torch.cuda.Event()
-            current.ready.record()
-        else:
-            current.numbers = numbers.cpu()
+        current.numbers = Fetched(numbers)
         self.flush()
         self._unread = current
-        if current.ready is None:
+        if device.type != "cuda":
             self.flush()
         return verdict[:2].max()
 
@@ -225,14 +218,16 @@ class NumberGuard:
         count, self.num_skipped = self.num_skipped, 0
         return count
 
-    def flush(self) -> None:
-        """Wait for the last step's verdict; before anything is saved, logged or evaluated."""
-        step, self._unread = self._unread, None
-        if step is None:
+    def flush(self, until: int | None = None) -> None:
+        """Wait for the last step's verdict; before anything is saved, logged or evaluated.
+
+        Args:
+            until: a later step's need not be there yet.
+        """
+        step = self._unread
+        if step is None or (until is not None and step.step > until):
             return
-        if step.ready is not None:
-            # Recorded a whole step ago: the device has its next step queued behind it.
-            step.ready.synchronize()
+        self._unread = None
         bad_loss, bad_gradient, wish, spikes, mean, norm, *losses = step.numbers.tolist()
         step.listed, step.norm, self._latest = losses, norm, step
         self._stop.agreed = int(wish)
