@@ -58,8 +58,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
         for each in ("glm4-to-qwen2", "qwen2-to-glm4")
     },
     **{
-        ("export", each): ("no/such/model", "-o", "x")
-        for each in ("gguf", "ollama", "vllm", "fp8", "awq")
+        ("export", each): ("no/such/model", "-o", "x") for each in ("gguf", "ollama", "vllm", "fp8")
     },
     ("bench", "step"): ("--no-such-option",),
     ("bench", "lora"): ("--no-such-option",),

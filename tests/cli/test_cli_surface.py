@@ -16,8 +16,9 @@ def command_lines():
     """Every command and subcommand of the table."""
     for name in COMMANDS:
         yield (name,)
-        for subcommand in getattr(LazyCommand(name).load(), "commands", ()):
-            yield (name, subcommand)
+        for subcommand, command in getattr(LazyCommand(name).load(), "commands", {}).items():
+            if not command.hidden:
+                yield (name, subcommand)
 
 
 @pytest.mark.parametrize("words", [(), *command_lines()], ids=" ".join)

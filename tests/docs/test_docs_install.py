@@ -32,8 +32,8 @@ def test_the_oldest_python_is_one_number():
 def test_what_is_pinned_for_new_pythons_is_pinned_for_the_oldest():
     newer = set(re.findall(r'^([\w.-]+)==\S+; python_version >= "3', PINS, re.MULTILINE))
     older = set(re.findall(r'^([\w.-]+)==\S+; python_version < "3', PINS, re.MULTILINE))
-    # These exist from Python 3.11 on only: a test's own, and what searches AWQ's scales.
-    assert newer - older == {"compressed-tensors", "auto-round"}
+    # A test's own, which exists from Python 3.11 on only.
+    assert newer - older == {"compressed-tensors"}
     assert not older - newer
 
 

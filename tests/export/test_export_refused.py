@@ -146,7 +146,7 @@ def test_the_template_has_in_it_what_the_recipe_said(tiny_tokenizer, options, ha
         (["vllm", "{run}", "{out}", "--min-agreement", "2"], "--min-agreement"),
         (["vllm", "{run}", "{out}", "--as-adapter", "--dtype", "float16"], "--dtype"),
         (["vllm", "{base}", "{out}", "--as-adapter"], "no adapter"),
-        (["awq", "{run}", "{out}", "--group-size", "48"], "--group-size"),
+        (["awq", "{run}", "{out}", "--group-size", "64"], "auto-round --model OUT"),
         (["gguf", "nowhere/at/all", "{out}"], "nothing at this path"),
     ],
 )
@@ -182,50 +182,3 @@ def test_no_code_travels(lora_run, tmp_path):
     assert main(["export", "vllm", str(folder), str(tmp_path / "o")]) == 0
     assert not list((tmp_path / "o").glob("*.py"))
     assert "auto_map" not in json.loads((tmp_path / "o" / "config.json").read_text())
-
-
-def test_awq_names_what_is_not_installed_or_does_not_fit(lora_run, tmp_path, capsys, monkeypatch):
-    from types import SimpleNamespace
-
-    from trainkit.export import awq
-
-    out = str(tmp_path / "o")
-    find_spec, installed = awq.importlib.util.find_spec, []
-    monkeypatch.setattr(
-        awq.importlib.util,
-        "find_spec",
-        lambda name, *rest: (installed or None) if name == "auto_round" else find_spec(name, *rest),
-    )
-    assert main(["export", "awq", str(lora_run), out]) == 2
-    assert "pip install 'trainkit[awq]'" in capsys.readouterr().err
-    installed.append("it")
-    layers = SimpleNamespace(shapes={"up.weight": (256, 192)})
-    monkeypatch.setattr(awq, "layers_to_quantize", lambda paths, kind: layers)
-    assert main(["export", "awq", str(lora_run), out]) == 2
-    assert "--group-size 64" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_awq_words_are_unpacked_as_they_were_published():
-    """AutoAWQ packs column 8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i] of a row into bits 4 i of word w."""
-    import torch
-
-    from trainkit.export.awq import dequantize, rounded
-
-    values = torch.randint(0, 16, (64, 16), generator=torch.Generator().manual_seed(0))
-    zeros = torch.randint(0, 16, (2, 16), generator=torch.Generator().manual_seed(1))
-    scales = torch.rand(2, 16).half()
-
-    def pack(rows):
-        words = torch.zeros(rows.shape[0], rows.shape[1] // 8, dtype=torch.int64)
-        for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            words |= rows[:, column::8].long() << (4 * place)
-        return torch.where(words >= 2**31, words - 2**32, words).int()
-
-    truth = (values - zeros.repeat_interleave(32, 0)).double()
-    truth *= scales.double().repeat_interleave(32, 0)
-    assert torch.equal(dequantize(pack(values), pack(zeros), scales).double(), truth.t())
-    plain = torch.randn(8, 64)
-    step = (plain.reshape(8, 2, 32).amax(-1) - plain.reshape(8, 2, 32).amin(-1)) / 15
-    gap = (rounded(plain, 32) - plain).abs().reshape(8, 2, 32).amax(-1)
-    assert (gap <= step * 1.01).all(), "half a step, and as much for the zero"

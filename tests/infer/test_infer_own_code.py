@@ -103,15 +103,14 @@ COMMANDS = {
     "merge": "merge {model} {out}",
     "gguf": "export gguf {model} {out}",
     "ollama": "export ollama {model} {out}",
-    "awq": "export awq {model} {out} --group-size 32",
     "vllm": "export vllm {model} {out}",
     "adapter": "export vllm {model} {out} --as-adapter",
     "fp8": "export fp8 {model} {out}",
     "kernels": "kernels check --model {model}/final --device cpu",
     "data": "data check --data d.jsonl --model {model}/final",
 }
-WORKS = ("generate", "chat", "eval", "merge", "vllm", "fp8", "awq", "data")
-NEEDS = {"eval": "lm_eval", "awq": "auto_round"}
+WORKS = ("generate", "chat", "eval", "merge", "vllm", "fp8", "data")
+NEEDS = {"eval": "lm_eval"}
 
 
 @pytest.mark.parametrize("run", ["own-full", "own-lora", "known-lora"])
@@ -148,9 +147,9 @@ def test_with_the_flag_every_command_takes_it(root, command, run, tmp_path):
     assert (root / "mark").exists()
     if command == "chat":
         assert len(said.out.splitlines()) >= 2
-    if command in ("vllm", "fp8", "awq"):
+    if command in ("vllm", "fp8"):
         assert "--trust-remote-code" in (tmp_path / "out" / "serve.sh").read_text()
-    if command in ("merge", "vllm", "fp8", "awq"):
+    if command in ("merge", "vllm", "fp8"):
         assert (tmp_path / "out" / "own_parts.py").is_file()
         assert "own_tokenizer.py" in {path.name for path in (tmp_path / "out").iterdir()}
 

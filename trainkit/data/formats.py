@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainkit.data import fields, image_rows
 from trainkit.data.fields import (
@@ -38,7 +39,7 @@ from trainkit.data.messages import (
     check_text,
 )
 from trainkit.data.placeholders import CODE, PLACEHOLDER
-from trainkit.data.template import RENDER_ERRORS, BoundedEnvironment, patience
+from trainkit.data.template import RENDER_ERRORS, patience
 
 # -- a turn, with its tool calls, in OpenAI's words or in ShareGPT's ------------------------------
 
@@ -469,7 +470,7 @@ class _Absent(jinja2.StrictUndefined):
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> jinja2.Template:
-    environment = BoundedEnvironment(undefined=_Absent, keep_trailing_newline=True)
+    environment = ImmutableSandboxedEnvironment(undefined=_Absent, keep_trailing_newline=True)
     return environment.from_string(text)
 
 

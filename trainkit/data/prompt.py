@@ -64,12 +64,6 @@ class PromptRenderer:
         except RowError as error:
             raise DataError(error.detail, where="messages") from error
 
-    def whole_text(self, row: Row) -> str:
-        """A row with its answer, as the template prints it; empty for token ids."""
-        if isinstance(row, Conversation):
-            return self._rendered(row, generation=False)
-        return "" if isinstance(row, TokenRow) else row.prompt + row.text
-
     def answer_text(self, conversation: Conversation) -> str:
         """The last turn as the template prints it behind its prompt."""
         prompt = self.text(conversation.first(len(conversation.messages) - 1))

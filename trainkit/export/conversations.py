@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainkit.data import DataOptions
-from trainkit.data.files import RawRow, read_rows, resolve_files
-from trainkit.data.formats import decode_row, parse_row
-from trainkit.data.messages import Comparison, Conversation, Row, RowError, TextRow
+from trainkit.data.files import read_rows, resolve_files
+from trainkit.data.messages import Conversation, Row, RowError, TextRow
 from trainkit.data.prompt import conversation_of
 from trainkit.data.questions import QuestionOptions, read_question
 from trainkit.data.template import ChatTemplate, join_reasoning
@@ -141,30 +141,6 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _rows_of(run: Path | None) -> Iterator[Prompt]:
     """The questions of a run's training files; nothing where they are not there any more."""
-    for file, raw, options in _stored_rows(run):
-        try:
-            _, row = read_question(raw, options)
-        except RowError:
-            continue
-        if isinstance(row, Conversation | TextRow):
-            yield Prompt(f"{file.name}:{raw.line}", row, kinds_of(row))
-
-
-def trained_rows(run: Path | None) -> Iterator[Conversation | TextRow]:
-    """The rows of a run's training files with their answers; of a comparison the preferred one."""
-    for _, raw, options in _stored_rows(run):
-        try:
-            row = parse_row(decode_row(raw), options.format, options.columns)
-        except RowError:
-            continue
-        if isinstance(row, Comparison):
-            row = row.conversations[0]
-        if isinstance(row, Conversation | TextRow):
-            yield row
-
-
-def _stored_rows(run: Path | None) -> Iterator[tuple[Path, RawRow, QuestionOptions]]:
-    """The lines of a run's training files that are still there, and how they are read."""
     resolved = None if run is None else run / "resolved.yaml"
     if run is None or resolved is None or not resolved.is_file():
         return
@@ -178,7 +154,10 @@ def _stored_rows(run: Path | None) -> Iterator[tuple[Path, RawRow, QuestionOptio
         try:
             for file in resolve_files(str(home / Path(source.path).expanduser())):
                 for raw in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
-                    yield file, raw, options
+                    with suppress(RowError):
+                        _, row = read_question(raw, options)
+                        if isinstance(row, Conversation | TextRow):
+                            yield Prompt(f"{file.name}:{raw.line}", row, kinds_of(row))
         except DataError:
             continue  # moved, or on the hub
 

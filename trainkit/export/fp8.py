@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.weights.writer import WeightsWriter
 from trainkit.errors import ModelError
 from trainkit.export.certificate import TransformersServed, released
 from trainkit.export.plain import (
     MAX_SHARD_BYTES,
-    layers_to_quantize,
     linear_layers,
     take_the_rest,
+    weights_directory,
     write_plain,
 )
 from trainkit.export.source import Job, Source, Written
@@ -52,7 +53,11 @@ QUANTIZATION_CONFIG: Mapping[str, Any] = {
 
 def check(paths: ModelPaths, job: Job) -> None:
     """Refuse a model whose layers this format does not hold one by one."""
-    layers_to_quantize(paths, "FP8")
+    directory = weights_directory(paths)
+    if paths.adapter is None and read_config(directory).get("quantization_config"):
+        raise ModelError("it is stored quantised already", where=str(directory))
+    if not linear_layers(paths.at(directory), "FP8")[0]:
+        raise ModelError("it has no linear layers", where=str(directory))
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +80,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     """Merge, quantise, read back."""
     work = staging / "merged"
     write_plain(source, work, job)
-    layers = linear_layers(source.paths.at(work), "FP8")
-    linears = set(layers.shapes)
+    linears, kept = linear_layers(source.paths.at(work), "FP8")
     job.say(f"quantising {len(linears)} layers")
     with WeightsReader(work) as reader:
         missing = sorted(linears - reader.tensors.keys())
@@ -87,7 +91,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
                 fix="load it and save it with save_pretrained first",
             )
         _write_weights(reader, linears, staging)
-    take_the_rest(work, staging, {**QUANTIZATION_CONFIG, "ignore": list(layers.kept)})
+    take_the_rest(work, staging, {**QUANTIZATION_CONFIG, "ignore": kept})
     job.say("asking the exported model")
     with released():
         certificate = job.certify(

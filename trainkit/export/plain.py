@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +128,14 @@ def make_servable(directory: Path, source: Source) -> None:
     _write(path, settings)
 
 
-def take_the_rest(work: Path, staging: Path, quantization: Mapping[str, Any], **own: Any) -> None:
+def take_the_rest(work: Path, staging: Path, quantization: Mapping[str, Any]) -> None:
     """All of a plain directory but its weights, with how they are quantised now."""
     for path in sorted(work.iterdir()):
         if path.is_dir():
             shutil.copytree(path, staging / path.name)
         elif path.suffix != ".safetensors" and path.name != INDEX_NAME:
             shutil.copyfile(path, staging / path.name)
-    config = {**read_config(work), **own, "quantization_config": dict(quantization)}
+    config = {**read_config(work), "quantization_config": dict(quantization)}
     _write(staging / "config.json", config)
 
 
@@ -144,35 +143,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# -- The linear layers of a stored model, which quantised formats hold one by one -----------------
-
-
-@dataclass(frozen=True)
-class LinearLayers:
-    """Names as the files have them.
-
-    Attributes:
-        kept: layers that stay as they are: the output matrix.
-        shapes: (out, in) of the others' weights, by the weight's name.
-    """
-
-    kept: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, int]]
-
-
-def layers_to_quantize(paths: ModelPaths, kind: str) -> LinearLayers:
-    """The layers of the model under an adapter, or of a whole one, before anything is loaded."""
-    directory = weights_directory(paths)
-    if paths.adapter is None and read_config(directory).get("quantization_config"):
-        raise ModelError("it is stored quantised already", where=str(directory))
-    layers = linear_layers(paths.at(directory), kind)
-    if not layers.shapes:
-        raise ModelError("it has no linear layers", where=str(directory))
-    return layers
-
-
-def linear_layers(source: ModelOptions, kind: str) -> LinearLayers:
-    """The linear layers of a model."""
+def linear_layers(source: ModelOptions, kind: str) -> tuple[set[str], list[str]]:
+    """The names of the linear layers' weights, and the output layer's, which stays as it is."""
     model = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         raise ModelError(
@@ -182,10 +154,5 @@ def linear_layers(source: ModelOptions, kind: str) -> LinearLayers:
         )
     head = model.get_output_embeddings()
     names = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    kept = tuple(name for name, module in names.items() if module is head)
-    shapes = {
-        f"{name}.weight": (module.out_features, module.in_features)
-        for name, module in names.items()
-        if name not in kept
-    }
-    return LinearLayers(kept, shapes)
+    kept = [name for name, module in names.items() if module is head]
+    return {f"{name}.weight" for name in names if name not in kept}, kept

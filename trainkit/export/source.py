@@ -126,7 +126,6 @@ class Job:
         any_base: merge an adapter into other weights than its own base.
         excepted: kinds of conversations whose prompts may differ from training's.
         system: for Ollama: a system prompt for every chat.
-        group_size: for AWQ: inputs that share a scale.
         min_agreement: the share of greedy tokens that must agree; None is 99% for plain weights,
             and stated only for quantised ones.
     """
@@ -140,7 +139,6 @@ class Job:
     any_base: bool = False
     excepted: tuple[str, ...] = ()
     system: str | None = None
-    group_size: int = 128
     min_agreement: float | None = None
 
     def certify(

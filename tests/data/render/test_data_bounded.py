@@ -1,4 +1,4 @@
-"""No single step of a chat template takes long or much memory; what templates do goes on."""
+"""No chat template takes long or much memory; what templates do goes on."""
 
 import pytest
 from tiny import make_tokenizer
@@ -78,11 +78,25 @@ BOMBS = [
 ]
 
 
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "MEMORY", 2**26)
+
+
 @pytest.mark.parametrize("bomb", BOMBS, ids=map(str, range(len(BOMBS))))
-def test_it_is_refused_before_it_is_computed(bomb):
+def test_it_is_refused(bomb, hurried):
     template = ChatTemplate(make_tokenizer(), DataOptions())
     template._frozen, template.kwargs = bomb, {"width": 10**9}
     with pytest.raises((RowError, TrainkitError)):
+        template.render([{"role": "user", "content": "q"}])
+
+
+def test_what_takes_too_much_memory_is_told_of_it(monkeypatch):
+    monkeypatch.setattr(bounded, "MEMORY", 2**26)
+    template = ChatTemplate(make_tokenizer(), DataOptions())
+    template._frozen = "{{ ('a' * 10**9)|length }}"
+    with pytest.raises(RowError, match="one row takes more than 64 MiB"):
         template.render([{"role": "user", "content": "q"}])
 
 
@@ -110,7 +124,7 @@ def test_what_templates_do_goes_on(text, shown):
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=map(str, range(len(BOMBS))))
-def test_a_template_of_columns_is_refused_as_soon(bomb):
+def test_a_template_of_columns_is_refused_as_soon(bomb, hurried):
     row = {"messages": [{"role": "user", "content": "q"}], "width": 10**9, "eos_token": "e"}
     with pytest.raises((RowError, TrainkitError)):
         read_row(row, "template", {"completion": bomb})

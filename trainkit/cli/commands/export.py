@@ -113,19 +113,17 @@ def fp8(source: Source, output: Output, shared: Shared) -> None:
     _export("fp8", source, output, shared)
 
 
-@app.command()
-@expanded
-def awq(
-    *,
-    source: Source,
-    output: Output,
-    group_size: Annotated[int, typer.Option(help="Inputs of a scale: 128, 64 or 32.")] = 128,
-    shared: Shared,
-) -> None:
-    """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
-    if group_size not in (128, 64, 32):
-        raise RecipeError(f"{group_size} is not 128, 64 or 32", where="--group-size")
-    _export("awq", source, output, shared, group_size=group_size)
+@app.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def awq() -> None:
+    """Was here once; a command line from then learns what serves it."""
+    raise RecipeError(
+        "trainkit packs no AWQ: AutoRound and llm-compressor do, from the plain model",
+        where="trainkit export awq",
+        fix="trainkit export vllm RUN OUT, then auto-round --model OUT --format auto_awq; or "
+        "trainkit export fp8, or gguf --type q4_k_m",
+    )
 
 
 def _export(target: str, source: str, output: Output, shared: Shared, **own: Any) -> None:
