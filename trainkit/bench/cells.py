@@ -118,6 +118,8 @@ UNITS = {
     "peak_memory_gib": "GiB",
     "extra_memory_gib": "GiB",
     "seconds": "s",
+    "first_step_seconds": "s",
+    "gpu_memory_gib": "GiB",
     "cpu_seconds": "s",
     "cached_start_seconds": "s",
     "rows_per_second": "rows/s",

@@ -191,6 +191,51 @@ def lora(
             _show_records(records.of(case, row), row, as_json=as_json)
 
 
+@bench_app.command()
+def command(
+    model: Model = "qwen2-7b",
+    tools: Annotated[
+        str,
+        typer.Option(
+            help="Of trainkit, trainkit-fp8, trl, trl-liger, unsloth.",
+            show_default="those installed",
+        ),
+    ] = "",
+    modes: Annotated[str, typer.Option(help="Of lora, qlora (recomputed).")] = "lora",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", min=4)] = 20,
+    batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a row.", min=16)] = 2048,
+    peer_path: Annotated[
+        str, typer.Option(help="Where the other tools' packages are, if not among ours.")
+    ] = "",
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """LoRA from each tool's own command: ms a step, seconds to the first one, GPU memory."""
+    from dataclasses import replace
+
+    from trainkit.bench import command as bench
+    from trainkit.bench.cells import Records
+    from trainkit.bench.providers import MODELS
+
+    (name,) = _names(model, MODELS, "--model")
+    chosen = _names(tools or ",".join(bench.installed(peer_path)), bench.TOOLS, "--tools")
+    wanted = _names(modes, bench.MODES, "--modes")
+    shape, records = (
+        replace(MODELS[name], batch_size=batch, length=length),
+        Records("command", output),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        bench.prepare(Path(folder), shape, steps)
+        for mode in wanted:
+            work = bench.Work(Path(folder), shape, mode, steps)
+            for tool in chosen:
+                if mode == "qlora" and tool == "trainkit-fp8":
+                    continue  # a base has one of the two formats
+                row = bench.measure(tool, work, peer_path=peer_path)
+                _show_records(records.of(f"{name} {mode}", row), row, as_json=as_json)
+
+
 def _need_a_gpu() -> None:
     """Refuse before gigabytes of weights are made that no CPU would ever get through."""
     import torch
@@ -213,7 +258,16 @@ def _names(text: str, known: Iterable[str], option: str) -> list[str]:
     return names
 
 
-_SHOWN = ("ms", "tokens_per_second", "mfu", "peak_memory_gib", "tflops", "gb_per_second")
+_SHOWN = (
+    "ms",
+    "tokens_per_second",
+    "mfu",
+    "first_step_seconds",
+    "gpu_memory_gib",
+    "peak_memory_gib",
+    "tflops",
+    "gb_per_second",
+)
 
 
 def _show_records(

@@ -1,0 +1,282 @@
+"""LoRA as each tool trains it from its own command: ms a step, the way to the first step, memory.
+
+The same model with random weights, the same rows of token ids, the same settings, one tool after
+another. A tool is watched from outside, by the lines that it writes for each step, and by the
+memory that the GPU has given away meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from trainkit.bench.lora import LORA_RANK, TARGETS, save_base
+from trainkit.bench.providers import Shape
+from trainkit.processes import module_command
+
+_FIRST_ID, _LAST_ID = 2, 250
+"""Ids of the rows: the byte-level tokenizer beside the base has as many."""
+
+_LOSS = re.compile(r"\bloss'?:?\s+'?(\d[\d.e+-]*)")
+_STEP_OF_TRAINER, _STEP_OF_TRAINKIT = re.compile(r"^\{.*'loss':"), re.compile(r"^step +\d+/")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all tools do.
+
+    Attributes:
+        folder: has ``base`` and ``rows/rows.jsonl``.
+        mode: ``lora``, or ``qlora``: over 4 bits, each layer recomputed.
+        steps: optimizer steps; the second half of them counts.
+    """
+
+    folder: Path
+    shape: Shape
+    mode: str
+    steps: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As TrainingArguments have them."""
+        return {
+            "per_device_train_batch_size": self.shape.batch_size,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+            "max_steps": self.steps,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "seed": 1,
+            "gradient_checkpointing": self.mode == "qlora",
+        }
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that can be watched.
+
+    Attributes:
+        package: that must be there.
+        command: of some work and an output directory.
+        step: begins a line that is written for a step.
+    """
+
+    package: str
+    command: Callable[[Work, Path], list[str]]
+    step: re.Pattern[str] = _STEP_OF_TRAINER
+
+
+def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str]:
+    base = "nf4" if work.mode == "qlora" else quantize
+    recipe = {
+        "model": {"name_or_path": str(work.folder / "base"), "dtype": "bfloat16"},
+        "data": {"train": [str(work.folder / "rows" / "rows.jsonl")], "packing": False}
+        | {"max_length": work.shape.length},
+        "lora": {"r": LORA_RANK, "alpha": 32, "target_modules": TARGETS, "quantize": base},
+        "kernels": True,
+        "global_batch_size": work.shape.batch_size,
+        "training": work.settings,
+    }
+    path = output.with_suffix(".json")
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    words = ("sft", "--config", str(path), "--output-dir", str(output))
+    return module_command("trainkit.cli.app", *words)
+
+
+def _trl(work: Work, output: Path, *more: str) -> list[str]:
+    settings = work.settings | {
+        "model_name_or_path": work.folder / "base",
+        "dataset_name": work.folder / "rows",
+        "output_dir": output,
+        "max_length": work.shape.length,
+        "dtype": "bfloat16",
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "disable_tqdm": True,
+        "report_to": "none",
+        "lora_r": LORA_RANK,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    words += ["--use_peft", "--lora_target_modules", *TARGETS, *more]
+    words += ["--load_in_4bit"] if work.mode == "qlora" else []
+    return module_command("trl.scripts.sft", *words)
+
+
+def _unsloth(work: Work, output: Path) -> list[str]:
+    about = {
+        "base": str(work.folder / "base"),
+        "rows": str(work.folder / "rows" / "rows.jsonl"),
+        "max_length": work.shape.length,
+        "in_4bit": work.mode == "qlora",
+        "settings": {**work.settings, "gradient_checkpointing": False, "output_dir": str(output)},
+    }
+    return module_command(__name__, json.dumps(about))
+
+
+TOOLS: Mapping[str, Tool] = {
+    "trainkit": Tool("trainkit", _trainkit, _STEP_OF_TRAINKIT),
+    "trainkit-fp8": Tool("trainkit", lambda *w: _trainkit(*w, quantize="fp8"), _STEP_OF_TRAINKIT),
+    "trl": Tool("trl", _trl),
+    "trl-liger": Tool("liger_kernel", lambda *w: _trl(*w, "--use_liger_kernel")),
+    "unsloth": Tool("unsloth", _unsloth),
+}
+MODES = ("lora", "qlora")
+
+
+def installed(peer_path: str) -> list[str]:
+    """The tools that are here, or in ``peer_path``."""
+    found = {each.name for each in Path(peer_path).iterdir()} if peer_path else set()
+    there = [t for t in TOOLS.values() if t.package in found or _has(t.package)]
+    return [name for name, tool in TOOLS.items() if tool in there]
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def prepare(folder: Path, shape: Shape, steps: int) -> None:
+    """Write the base and rows for all steps, each as long as it may be."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logging.disable_progress_bar()
+    save_base(shape, folder / "base", device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    generator = torch.Generator().manual_seed(0)
+    size = (steps * shape.batch_size, shape.length)
+    rows = torch.randint(_FIRST_ID, _LAST_ID, size, generator=generator).tolist()
+    (folder / "rows").mkdir()
+    with (folder / "rows" / "rows.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"input_ids": row}) + "\n" for row in rows)
+
+
+def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900) -> dict[str, Any]:
+    """Run a tool and watch it; ``error`` has the end of what it said where it took no step.
+
+    Args:
+        name: of `TOOLS`.
+        work: `prepare` has written what it reads.
+        peer_path: put before PYTHONPATH for other tools than trainkit.
+        seconds: until it is ended.
+    """
+    tool = TOOLS[name]
+    row: dict[str, Any] = {"provider": name, "mode": work.mode, "steps": work.steps}
+    row |= {"batch_size": work.shape.batch_size, "length": work.shape.length}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"UNSLOTH_DISABLE_STATISTICS": "1"}
+    if peer_path and tool.package != "trainkit":
+        paths = [peer_path, os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    with _memory() as memory:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            tool.command(work, work.folder / f"{name}-{work.mode}"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+        stop = threading.Timer(seconds, process.kill)
+        stop.start()
+        at, losses, said = [], [], []
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if tool.step.search(line) and (loss := _LOSS.search(line)):
+                at.append(time.perf_counter() - began)
+                losses.append(float(loss[1]))
+                if len(at) == work.steps:
+                    break
+        process.kill()  # what it would save is not measured
+        process.wait()
+        stop.cancel()
+    if len(at) < 4:
+        return {**row, "error": "".join(said)[-2000:]}
+    milliseconds = 1e3 * statistics.median(b - a for a, b in list(pairwise(at))[len(at) // 2 :])
+    tokens = work.shape.batch_size * work.shape.length
+    return {
+        **row,
+        "ms": milliseconds,
+        "tokens_per_second": tokens / milliseconds * 1e3,
+        "first_step_seconds": at[0],
+        "gpu_memory_gib": memory[0] if torch.cuda.is_available() else None,
+        "loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+@contextmanager
+def _memory() -> Iterator[list[float]]:
+    """Within, the GiB that the GPU has given away, at most, beyond what it had before."""
+    peak, ended = [0.0], threading.Event()
+    if not torch.cuda.is_available():
+        yield peak
+        return
+    before, _ = torch.cuda.mem_get_info()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            peak[0] = max(peak[0], (before - torch.cuda.mem_get_info()[0]) / 2**30)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _train_with_unsloth(arguments: Sequence[str]) -> None:
+    """Unsloth has no command that takes rows of ids: this is its documented script."""
+    about = json.loads(arguments[0])
+    from unsloth import FastLanguageModel, is_bfloat16_supported  # isort: skip
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        about["base"],
+        max_seq_length=about["max_length"],
+        dtype=torch.bfloat16,
+        load_in_4bit=about["in_4bit"],
+        local_files_only=True,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=LORA_RANK,
+        lora_alpha=32,
+        target_modules=TARGETS,
+        lora_dropout=0,
+        use_gradient_checkpointing="unsloth" if about["in_4bit"] else False,
+    )
+    args = SFTConfig(
+        **about["settings"],
+        max_length=about["max_length"],
+        bf16=is_bfloat16_supported(),
+        disable_tqdm=True,
+        report_to="none",
+    )
+    rows = load_dataset("json", data_files=about["rows"], split="train")
+    SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer).train()
+
+
+if __name__ == "__main__":
+    _train_with_unsloth(sys.argv[1:])
