@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str
     return module_command("trainkit.cli.app", *words)
 
 
-def _trl(work: Work, output: Path, *more: str) -> list[str]:
+def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
     settings = work.settings | {
         "model_name_or_path": work.folder / "base",
         "dataset_name": work.folder / "rows",
@@ -133,9 +134,9 @@ def _unsloth(work: Work, output: Path) -> list[str]:
 
 TOOLS: Mapping[str, Tool] = {
     "trainkit": Tool("trainkit", _trainkit, _STEP_OF_TRAINKIT),
-    "trainkit-fp8": Tool("trainkit", lambda *w: _trainkit(*w, quantize="fp8"), _STEP_OF_TRAINKIT),
+    "trainkit-fp8": Tool("trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT),
     "trl": Tool("trl", _trl),
-    "trl-liger": Tool("liger_kernel", lambda *w: _trl(*w, "--use_liger_kernel")),
+    "trl-liger": Tool("liger_kernel", partial(_trl, more=["--use_liger_kernel"])),
     "unsloth": Tool("unsloth", _unsloth),
 }
 MODES = ("lora", "qlora")
