@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, cast
 
 UNSEEN = re.compile(
@@ -15,6 +16,14 @@ feeds are not among them."""
 def visible(text: str) -> str:
     """A text whose control characters are written as ``\\u001b``, which JSON reads back."""
     return UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        yield visible("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 class _LastingStream:

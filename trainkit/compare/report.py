@@ -9,7 +9,7 @@ from trainkit.compare.runs import ComparedRun
 from trainkit.compare.verdicts import Verdict
 from trainkit.run.metrics import format_count, format_duration, format_judged, format_loss
 from trainkit.run.report import parts
-from trainkit.terminal import visible
+from trainkit.terminal import aligned, visible
 
 _HEAD = ("run", "steps", "loss", "eval loss", "exact", "tok/s", "GiB", "time")
 _MOST_ANSWERS = 50
@@ -53,10 +53,10 @@ def as_text(
     runs: Sequence[ComparedRun], keys: Mapping[str, Sequence[Any]], found: Sequence[Verdict]
 ) -> Iterator[str]:
     """Lines for a terminal."""
-    yield from _aligned([list(_HEAD), *map(figures, runs)])
+    yield from aligned([_HEAD, *map(figures, runs)])
     yield ""
     if rows := benchmarks(runs):
-        yield from _aligned([("benchmark", *(run.name for run in runs)), *rows])
+        yield from aligned([("benchmark", *(run.name for run in runs)), *rows])
         yield ""
     yield "they differ in:" if keys else "the recipes are the same"
     for key, values in keys.items():
@@ -66,12 +66,6 @@ def as_text(
         against = f"{', '.join(verdict.second)} against {', '.join(verdict.first)}"
         yield visible(f"{verdict.quantity}: {_difference(verdict)} ({against})")
         yield f"  {verdict.words}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield visible("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def as_page(

@@ -12,8 +12,8 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.places import fsync_directory
 from trainkit.run.files import explain_os_errors, jsonable
-
-RESULTS = "results.json"
+from trainkit.run.metrics import RESULTS, SCORE_HEAD, score_cells
+from trainkit.terminal import aligned
 
 
 @dataclass(frozen=True)
@@ -126,25 +126,8 @@ def check_free(target: Path) -> None:
 
 def as_lines(scores: Sequence[Score]) -> Iterator[str]:
     """A table for a terminal: parts of groups left out, published figures in the last column."""
-    rows = [("task", "metric", "score", "+-", "shots", "questions", "published")]
-    for score in scores:
-        if score.is_part:
-            continue
-        published = ", ".join(f"{name} {value:.3g}" for name, value in score.expected.items())
-        rows.append(
-            (
-                score.task,
-                score.metric,
-                f"{score.value:.4f}",
-                "" if score.stderr is None else f"{score.stderr:.4f}",
-                "" if score.shots is None else str(score.shots),
-                str(score.num_samples),
-                published if score.is_main else "",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+    rows = [score_cells(asdict(score)) for score in scores if not score.is_part]
+    return aligned([SCORE_HEAD, *rows])
 
 
 def finite(value: Any) -> float | None:

@@ -244,7 +244,7 @@ def score_cells(score: dict[str, Any]) -> tuple[str, ...]:
         score["metric"],
         f"{score['value']:.4f}",
         "" if stderr is None else f"{stderr:.4f}",
-        str(score["shots"]),
+        "" if score["shots"] is None else str(score["shots"]),
         str(score["num_samples"]),
         ", ".join(f"{name} {value:.3g}" for name, value in published.items()),
     )

@@ -41,7 +41,6 @@ from trainkit.run.metrics import (
     format_loss,
     format_number,
     judged_figures,
-    read_metrics,
     read_scores,
     score_cells,
 )
@@ -273,23 +272,9 @@ def model_card(
     run: RunDirectory, *, base_model: str, loader: str = "AutoModelForCausalLM", adapter: bool
 ) -> str:
     """The card as Markdown, in which a user's own text is read as nothing but text."""
-    metrics = read_metrics(run.metrics)
-    losses = [row["loss"] for row in metrics if "loss" in row]
-    evaluated = [row["eval_loss"] for row in metrics if "eval_loss" in row]
-    figures = []
-    if losses:
-        figures.append(("steps", max(metrics[-1]["step"], run.status().last_step or 0)))
-        figures.append(("training loss", f"{format_loss(losses[0])} -> {format_loss(losses[-1])}"))
-    if evaluated:
-        figures.append(("evaluation loss", format_loss(evaluated[-1])))
-    figures += [
-        (f"{name}, held out", format_judged(figure))
-        for name, figure in judged_figures(metrics).items()
-    ]
     answers, data = read_json(run.generation_eval), read_json(run.data)
-    if isinstance(answers, dict) and {"accuracy", "num_total"} <= answers.keys():
-        share = f"{answers['accuracy']:.1%} of {answers['num_total']}"
-        figures.append(("exact match", f"{share} held-out answers"))
+    if not isinstance(answers, dict) or "accuracy" not in answers:
+        answers = None
     base = json.dumps(_CONTROL.sub(" ", base_model), ensure_ascii=False)
     values = {
         "name": run.name,
@@ -297,7 +282,7 @@ def model_card(
         "is_hub_name": local_path(base_model) is None,  # the hub takes a base by no other name
         "adapter": adapter,
         "load": (_LOAD_ADAPTER if adapter else _LOAD).format(loader=loader, base=base),
-        "figures": figures,
+        "figures": headline_figures(run, History.read(run.metrics), answers),
         "recipe": redact_text(_text_of(run.recipe)).rstrip("\n"),
     }
     card = parts("model_card.md").card

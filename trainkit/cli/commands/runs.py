@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.options import JsonLines, echo, note, run_directories, tell
-from trainkit.terminal import visible
+from trainkit.terminal import aligned, visible
 
 if TYPE_CHECKING:
     from trainkit.run.listing import RunSummary
@@ -118,14 +118,13 @@ def _cells(run: "RunSummary") -> list[str]:
 def _table(found: "list[RunSummary]", width: int) -> list[str]:
     """Columns where they fit; two lines a run in a narrow terminal."""
     rows = [["run", "state", "step", "loss", "tok/s", "age"], *map(_cells, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    if sum(widths) + 2 * len(widths) > width:
+    lines = list(aligned(rows))
+    if max(map(len, lines)) > width:
         lines = []
         for name, state, step, loss, speed, age in rows[1:]:
             facts = [state, f"step {step}", f"loss {loss}", f"tok/s {speed}", f"{age} ago"]
             lines += [name, "  " + ", ".join(facts)]
-        return lines
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return lines
 
 
 def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
