@@ -67,7 +67,7 @@ def run(
         else:
             for process in processes:
                 assert process.stdout is not None
-                process.stdout.readline()  # all have imported: nothing runs beside the clock
+                process.stdout.readline()  # all have imported: nothing runs next to the clock
         for cell, process in zip(cells, processes, strict=True):
             if not together:
                 _send(cell, process)

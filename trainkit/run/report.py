@@ -191,7 +191,8 @@ def headline_figures(
     first, last = history.first, history.last
     found: list[tuple[str, str]] = []
     if answers:
-        found.append(("exact match, held out", f"{answers['accuracy']:.1%}"))
+        exact = f"{answers['accuracy']:.1%} of {answers['num_total']}"
+        found.append(("exact match, held out", exact))
     if first and last:
         begun, ended = format_loss(first["loss"]), format_loss(last["loss"])
         found.append(("training loss", f"{begun} → {ended}"))
@@ -273,7 +274,7 @@ def model_card(
 ) -> str:
     """The card as Markdown, in which a user's own text is read as nothing but text."""
     answers, data = read_json(run.generation_eval), read_json(run.data)
-    if not isinstance(answers, dict) or "accuracy" not in answers:
+    if not isinstance(answers, dict) or not {"accuracy", "num_total"} <= answers.keys():
         answers = None
     base = json.dumps(_CONTROL.sub(" ", base_model), ensure_ascii=False)
     values = {
