@@ -19,7 +19,6 @@ def visible(text: str) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

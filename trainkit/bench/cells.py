@@ -149,7 +149,6 @@ _PACKAGES = (
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """gpu, versions and commit, as every record carries them."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": dict(_versions()),
@@ -158,7 +157,6 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add records to a file of JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

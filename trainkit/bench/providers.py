@@ -91,7 +91,6 @@ def provide(
     loss_chunk_tokens: int | None = None,
     kernels: bool | Mapping[str, bool] = True,
 ) -> Provided:
-    """Build a shape's model as a provider's users have it."""
     if provider not in PROVIDERS:
         raise ValueError(f"unknown provider {provider!r}; known are {', '.join(PROVIDERS)}")
     if provider.startswith("trainkit"):

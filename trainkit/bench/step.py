@@ -42,7 +42,6 @@ def training(cell: Cell, device: torch.device) -> Training:
 
 
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Build a cell's model and time its steps on ``device``."""
     shape, trained = cell.size, training(cell, device)
     first = trained.step()
     milliseconds = trained.milliseconds()

@@ -49,7 +49,6 @@ class ZeroReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open all shards and check that they are complete."""
         self.folder = Path(folder)
         try:
             self._open()
@@ -88,7 +87,6 @@ class ZeroReader:
         return dict(self._models[0].get("shared_params") or {})
 
     def load(self, name: str) -> Tensor:
-        """Put one tensor together."""
         shape = self._infos[name].shape
         if name in self._trained:
             pieces = [group[start : start + size] for group, start, size in self._trained[name]]

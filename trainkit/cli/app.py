@@ -283,7 +283,6 @@ _BUG = (
 
 
 def report_failure(error: BaseException) -> int:
-    """Tell the user on stderr what happened."""
     dist_rank = os.environ.get("RANK", "0")
     prefix = "" if dist_rank == "0" else f"rank {dist_rank}: "
     if isinstance(error, StoppedError):

@@ -18,7 +18,6 @@ from trainkit.train.rehearse import VARIABLE
 
 
 def main() -> int:
-    """Run the command line that follows."""
     plan = json.loads(os.environ.get(VARIABLE, "{}"))
     if plan and plan["rank"] == int(os.environ.get("RANK", "0")):
         mark = Path(plan["mark"])

@@ -143,7 +143,6 @@ class RecipeChoice:
         return self.config, words
 
     def required(self) -> tuple[Path, list[str]]:
-        """The recipe and the overrides."""
         path, words = self.given()
         if path is None:
             raise RecipeError("no recipe is given", where="--config", fix="--config FILE")
@@ -187,7 +186,6 @@ class ModelChoice:
     trust_remote_code: TrustRemoteCode = False
 
     def find(self) -> "ModelPaths":
-        """Where its files are."""
         from trainkit.infer.locate import find_model
 
         return find_model(

@@ -31,7 +31,6 @@ def benchmarks(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
 
 
 def figures(run: ComparedRun) -> list[str]:
-    """A run in a row of the table."""
     found = run.summary()
 
     def shown(key: str, form: Any) -> str:
@@ -52,7 +51,6 @@ def figures(run: ComparedRun) -> list[str]:
 def as_text(
     runs: Sequence[ComparedRun], keys: Mapping[str, Sequence[Any]], found: Sequence[Verdict]
 ) -> Iterator[str]:
-    """Lines for a terminal."""
     yield from aligned([_HEAD, *map(figures, runs)])
     yield ""
     if rows := benchmarks(runs):

@@ -85,16 +85,13 @@ class ComparedRun:
 
     @property
     def name(self) -> str:
-        """Its directory's name."""
         return self.path.resolve().name
 
     @property
     def last_eval_loss(self) -> float | None:
-        """The loss of the last evaluation."""
         return self.eval_losses[max(self.eval_losses)] if self.eval_losses else None
 
     def summary(self) -> dict[str, Any]:
-        """Plain figures, as programs read them."""
         right = sum(self.answers.values())
         return {
             "run": str(self.path),
@@ -111,7 +108,6 @@ class ComparedRun:
 
 
 def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
-    """Read a run's records."""
     rows = read_rows(path)
     trained = [row for row in rows if as_float(row.get("loss")) is not None]
 

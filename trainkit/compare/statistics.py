@@ -50,7 +50,6 @@ class Interval:
         return self.half is not None and abs(self.difference) > self.half
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as programs read them."""
         names = ("difference", "low", "high", "count", "is_clear")
         return {name: getattr(self, name) for name in names}
 

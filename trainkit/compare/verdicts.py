@@ -40,7 +40,6 @@ class Verdict:
     words: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as programs read them."""
         row = asdict(self)
         del row["interval"]
         return {**row, **self.interval.to_dict()}

@@ -72,7 +72,6 @@ class Draft:
 
     @functools.cached_property
     def images(self) -> tuple[Image, ...]:
-        """Those of its turns, in order."""
         return tuple(image for each in self.conversation.messages for image in each.images)
 
 
@@ -160,7 +159,6 @@ class Drafter:
 
     @functools.cached_property
     def eos(self) -> str:
-        """The eos as text."""
         eos, index = self.tokenizer.eos_token, self.tokenizer.eos_token_id
         if eos is None or self.template.added.get(str(eos)) != index:
             raise DataError(
@@ -246,7 +244,6 @@ def whole_images(places: Sequence[tuple[int, int]], limit: int) -> int:
 
 
 def entry_of(event: Event, rows: Sequence[RawRow], path: Path, options: DataOptions) -> Entry:
-    """An event of a run of rows as the ledger has it."""
     line = rows[event.row].line
     if event.reason == "too_long" and options.truncation == "error":
         raise DataError(

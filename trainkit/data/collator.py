@@ -132,7 +132,6 @@ class PaddingCollator:
         self.with_source = with_source
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Collate ``B`` samples."""
         longest = self.pad_to or max(len(sample["input_ids"]) for sample in samples)
         size = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         shape = (len(samples), size)
@@ -171,7 +170,6 @@ class ImageCollator:
         self.vision = vision
 
     def __call__(self, items: Sequence[Any]) -> dict[str, Any]:
-        """Collate samples, or lists of them."""
         batch = self.collate(items)
         rows = [[item] if isinstance(item, Mapping) else item for item in items]
         images = [image for row in rows for sample in row for image in sample.get("images", ())]

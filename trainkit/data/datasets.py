@@ -219,7 +219,6 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The source's name."""
         return self.source.label
 
 

@@ -134,7 +134,6 @@ class AsciiBpe:
         self._known_chunks: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> Words:
-        """Encode a text, control tokens included."""
         encoded = Words()
         for place, piece in enumerate(self._control.split(text)):
             if place % 2:

@@ -19,7 +19,6 @@ from trainkit.data.messages import Conversation, Message, RowError, TokenRow, ch
 
 
 def decoded(text: str, place: str) -> Any:
-    """Decode JSON inside a text; ``place`` names it in the error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -37,7 +36,6 @@ def items(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def text(row: Mapping[str, Any], key: str) -> str:
-    """The text under ``key``."""
     value = row.get(key)
     if not isinstance(value, str):
         raise RowError("wrong_type", f"{key!r} is {kind(value)}, not text")
@@ -120,7 +118,6 @@ ABOUT_TRAINING = re.compile(
 
 @lru_cache(maxsize=4096)
 def is_switch(name: str) -> bool:
-    """Whether a field is a switch, known or not."""
     plain = plain_name(name)
     known = plain in TRAINS or plain in MASKS or plain in UNCLEAR
     return known or ABOUT_TRAINING.search(plain) is not None

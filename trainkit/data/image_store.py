@@ -97,7 +97,6 @@ class StoredImages:
 
     @classmethod
     def open(cls, directory: Path) -> "StoredImages":
-        """Map them."""
         names = ("images", "image_offsets", "image_paths", "image_path_ends")
         return cls(directory, *(np.load(directory / f"{name}.npy") for name in names))
 

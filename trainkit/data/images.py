@@ -108,7 +108,6 @@ class Image(NamedTuple):
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """Its bytes."""
         if self.data is not None:
             return self.data
         try:

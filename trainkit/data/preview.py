@@ -191,7 +191,6 @@ def view(
     why: str,
     turns: Sequence[tuple[str, int, int]] = (),
 ) -> View:
-    """Look at one sample."""
     sample = data[index]
     ids = [int(token) for token in sample["input_ids"]]
     kinds = sample["loss_mask"].astype(np.uint8)
@@ -307,7 +306,6 @@ class Authors:
         self._turns: dict[int, list[tuple[str, int, int]]] = {}
 
     def read(self, indices: Sequence[int]) -> None:
-        """Read the rows of samples, each file once."""
         wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
         for index in indices:
             part, place = self.data.find(index)

@@ -117,7 +117,6 @@ class Ledger:
         self._streams: dict[Path, IO[str]] = {}
 
     def add(self, entry: Entry) -> None:
-        """Write one entry."""
         self.counts[entry.action, entry.reason] += 1
         self.tokens[entry.action] += entry.tokens
         self.trained_tokens[entry.action] += entry.trained_tokens
@@ -134,12 +133,10 @@ class Ledger:
         return sum(count for (kind, _), count in self.counts.items() if kind == action)
 
     def flush(self) -> None:
-        """Put what was written where a reader sees it."""
         for stream in self._streams.values():
             stream.flush()
 
     def close(self) -> None:
-        """Close the files."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()

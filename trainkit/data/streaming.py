@@ -97,12 +97,10 @@ class Position:
     places: tuple[SourcePosition, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Position":
-        """What `to_dict` gave."""
         places = tuple(
             SourcePosition(**{**place, "next": FilePosition(**place["next"])})
             for place in values["places"]

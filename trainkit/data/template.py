@@ -256,7 +256,6 @@ class ChatTemplate:
         *,
         generation: bool = False,
     ) -> str:
-        """Render messages in the template's style to text."""
         try:
             with patience():
                 text = self.tokenizer.apply_chat_template(

@@ -138,17 +138,14 @@ class Vision:
 
     @functools.cached_property
     def images(self) -> Any:
-        """The model's image processor."""
         return self.load_images()
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The model's whole processor, or None."""
         return self.load_processor()
 
     @property
     def family(self) -> VisionFamily:
-        """The row of the table."""
         return VISION[self.config.model_type]
 
     @functools.cached_property
@@ -430,7 +427,6 @@ class NoVision:
     fix: str
 
     def error(self, where: str) -> ModelError:
-        """Of a row that has images."""
         what = f"images of rows are not read for a model of type {self.model_type}: {self.why}"
         return ModelError(what, where=where, fix=self.fix)
 

@@ -49,7 +49,6 @@ class Finding:
             raise ValueError(f"{self.check}: a fault has a fix, and nothing else has")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as programs read them."""
         return dataclasses.asdict(self)
 
 

@@ -56,7 +56,6 @@ NAME = "shapes"
 
 
 def config_of(text: str) -> Any:
-    """Transformers' configuration."""
     values = json.loads(text)
     family = values.get("model_type")
     for key in ("quantization_config", "compression_config"):  # counted as what they stand for
@@ -148,7 +147,6 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 @functools.cache
 def shape_of(text: str, name: str) -> ModelShape:
-    """What the whole model is made of."""
     config = config_of(text)
     model = _built(config)
     tower = outside_text(model)
@@ -283,7 +281,6 @@ ATTENTIONS = (NAME, "sdpa", "eager", None)
 
 @functools.lru_cache(maxsize=32)
 def built(job: Job, attention: str | None) -> Built:
-    """The short model of a job."""
     whole = split_config(job.config, job.tensor)
     config, shape = config_of(whole), shape_of(whole, "")
     if getattr(config.get_text_config(), "num_hidden_layers", None) == shape.layers:

@@ -394,7 +394,6 @@ def estimate(
     notes: list[str] | None = None,
     replan: Replan | None = None,
 ) -> Estimate:
-    """Estimate a plan."""
     plan = replace(plan, gpu_gib=gpu.memory_gib)
     found = peak(plan)
     time_band, basis = band(plan, gpu)

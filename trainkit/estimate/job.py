@@ -26,7 +26,6 @@ class Matrices:
 
     @property
     def numbers(self) -> int:
-        """Weights of all of them."""
         return self.inputs * self.outputs * self.number
 
 
@@ -46,7 +45,6 @@ class LayerKind:
 
     @property
     def numbers(self) -> int:
-        """Weights."""
         return self.vectors + sum(each.numbers for each in self.matrices)
 
 

@@ -103,7 +103,6 @@ def _sharded(plan: Plan, least: int) -> float:
 
 
 def weights(plan: Plan) -> float:
-    """The model's, adapters included."""
     shape, recorded = plan.shape, plan.recorded
     total = plan.over_layers(lambda layer: layer.weights)
     if shape.has_embeddings or (shape.has_head and shape.tied):
@@ -131,7 +130,6 @@ def masters(plan: Plan) -> float:
 
 
 def optimizer(plan: Plan) -> float:
-    """The optimizer's states."""
     if plan.optimizer is None or plan.offloads_optimizer:
         return 0.0
     return plan.optimizer * plan.trained * _sharded(plan, 1)

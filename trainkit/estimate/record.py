@@ -71,7 +71,6 @@ class Tracker(TorchDispatchMode):
         self.begin("forward")
 
     def begin(self, name: str) -> None:
-        """End a phase, and begin another."""
         if self.phases:
             self.now.end = self.live
         self.now = self.phases.setdefault(name, Phase(self.live))

@@ -82,7 +82,6 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Score pairs, in their order."""
         found: dict[int, Likelihood] = {}
         for beginning, group in self._groups(self._rows(pairs)):
             found.update(self._scored(group, beginning))

@@ -156,7 +156,6 @@ class AskedAsTrained:
     """Goes before a model class of the harness: its prompts become those of training."""
 
     def ask_with(self, prompts: PromptStyle) -> None:
-        """Take the prompts of training."""
         self.prompts = prompts
         self.record = PromptRecord()
         self.written: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -177,7 +176,6 @@ class AskedAsTrained:
     def tok_encode(
         self, string: str | list[str], add_special_tokens: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Token ids of one text or of several."""
         del add_special_tokens, kwargs
         ids = self.prompts.encode([string] if isinstance(string, str) else string)
         return ids[0] if isinstance(string, str) else ids

@@ -48,7 +48,6 @@ class Score:
 
     @property
     def name(self) -> str:
-        """Task and metric in one."""
         return f"{self.task}/{self.metric}"
 
 
@@ -69,7 +68,6 @@ class Evaluation:
     notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for ``results.json``."""
         return {
             "scores": [asdict(score) for score in self.scores],
             "notes": list(self.notes),

@@ -102,7 +102,6 @@ class LoadedTasks:
 
     @property
     def tasks(self) -> Mapping[str, Any]:
-        """The single tasks by name."""
         tasks: Mapping[str, Any] = self.loaded["tasks"]
         return tasks
 

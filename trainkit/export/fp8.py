@@ -77,7 +77,6 @@ def _scale(rows: Tensor) -> Tensor:
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
-    """Merge, quantise, read back."""
     work = staging / "merged"
     write_plain(source, work, job)
     linears, kept = linear_layers(source.paths.at(work), "FP8")
@@ -129,7 +128,6 @@ class Fp8Served(TransformersServed):
     """The files as a server computes with them: both sides of each product rounded to FP8."""
 
     def __init__(self, work: ModelOptions, exported: Path, linears: set[str]) -> None:
-        """Load the plain model, and put the exported weights into it."""
         super().__init__(work)
         self.read_with += "; FP8 weights, activations rounded to FP8 token by token"
         modules = dict(self.model.named_modules())

@@ -43,7 +43,6 @@ def refuse_own_code(paths: ModelPaths) -> None:
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
-    """Write ``model-TYPE.gguf``."""
     file = write_gguf(source, staging, job)
     with served_gguf(file, source) as served:
         certificate = job.certify(source, served, is_quantized=is_quantized(source, job))
@@ -58,7 +57,6 @@ class GgufServed:
     """A GGUF as llama.cpp's server has it: its template engine, its tokenizer, its numbers."""
 
     def __init__(self, server: LlamaServer, vocab_size: int) -> None:
-        """Ask a server."""
         self.server = server
         self.read_with = f"{self.server.version}, cpu"
         self._vocab_size = vocab_size

@@ -71,7 +71,6 @@ def check_llama_cpp(kind: str) -> None:
 
 
 def convert(model: Path, target: Path, kind: str, name: str) -> None:
-    """Write one GGUF."""
     command = module_command("trainkit.export.llama_process", "convert", str(model.absolute()))
     command += ["--outfile", str(target.absolute()), "--outtype", kind, "--model-name", name]
     done = subprocess.run(
@@ -101,7 +100,6 @@ FILE_TYPES: Mapping[str, int] = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Quantise a GGUF."""
     program = shutil.which(_PROGRAM)
     reason = ""
     if program is not None:
@@ -141,7 +139,6 @@ class LlamaServer:
     def __init__(
         self, file: Path, context: int, variables: Mapping[str, Any] | None = None
     ) -> None:
-        """Start it."""
         self.version = f"llama.cpp's server (xllamacpp {importlib.metadata.version('xllamacpp')})"
         self._variables = dict(variables or {})
         self._letter: int | None = None
@@ -197,7 +194,6 @@ class LlamaServer:
         return bool(self._post("/completion", body)["stop_type"] == "eos")
 
     def close(self) -> None:
-        """Stop it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -36,7 +36,6 @@ _LONGEST_CONTEXT = 8192  # Ollama's own is 4096, beyond which it drops turns wit
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
-    """Write the GGUF and the Modelfile."""
     if source.template is None:
         raise ModelError(
             "it was trained on plain texts, and Ollama chats",

@@ -33,7 +33,6 @@ class Target(Protocol):
 
 
 def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
-    """Write a trained model for a server."""
     module: Target = importlib.import_module(f"trainkit.export.{target}")
     if os.path.lexists(job.out):
         raise CheckpointError(

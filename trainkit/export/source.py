@@ -144,7 +144,6 @@ class Job:
     def certify(
         self, source: Source, served: Served, *notes: str, is_quantized: bool
     ) -> dict[str, Any]:
-        """The certificate of what was written."""
         required = self.min_agreement
         if required is None and not is_quantized:
             required = MIN_AGREEMENT

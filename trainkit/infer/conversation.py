@@ -34,7 +34,6 @@ class ChatHistory:
         self.messages += [{"role": "user", "content": question}, reply]
 
     def all(self) -> list[dict[str, Any]]:
-        """System prompt and messages."""
         start = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*start, *self.messages]
 

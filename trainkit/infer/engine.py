@@ -243,7 +243,6 @@ class TextStream(BaseStreamer):
         stop_ids: Collection[int],
         on_text: Callable[[str], None],
     ) -> None:
-        """Start a new answer."""
         self._tokenizer, self._stop_ids, self._on_text = tokenizer, stop_ids, on_text
         self._is_prompt = True
         # Decoding starts a little before the new tokens: many tokenizers decode a token
@@ -262,7 +261,6 @@ class TextStream(BaseStreamer):
             self._show(text)
 
     def end(self) -> None:
-        """Show what is left."""
         self._show(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
 
     def _show(self, text: str) -> None:

@@ -63,7 +63,6 @@ class SamplingOptions:
         return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self)
 
     def generation_config(self, own: Any, stop_ids: Sequence[int], pad_id: int | None) -> Any:

@@ -26,7 +26,6 @@ class Draw:
 
     @classmethod
     def seeded(cls, dtype: torch.dtype, device: torch.device | str, seed: int) -> "Draw":
-        """A fresh source."""
         device = torch.device(device)
         return cls(dtype, device, torch.Generator(device).manual_seed(seed))
 
@@ -95,7 +94,6 @@ class OpSpec:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the op is differentiable."""
         return bool(self.tiny.grads)
 
 
@@ -146,7 +144,6 @@ def run(
     tensors: Mapping[str, Tensor],
     grad_outputs: Callable[[Tensor], Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Call a function and differentiate it."""
     leaves = {
         name: tensor.detach().requires_grad_(name in case.grads) for name, tensor in tensors.items()
     }

@@ -188,7 +188,6 @@ class KernelFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
-        """Run forward; record backward."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*arguments)  # says that there is no way through
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]

@@ -136,7 +136,6 @@ def load_adapter(
     trainable: bool = False,
     adapter_name: str = "default",
 ) -> PeftModel:
-    """Put saved adapters on a base model."""
     path = Path(directory)
     if not (path / "adapter_config.json").is_file():
         raise CheckpointError(

@@ -58,7 +58,6 @@ class LinearKind:
 
     @property
     def packs(self) -> bool:
-        """Whether ``lora.quantize`` can name the kind."""
         return self.loading is not None or self.convert is not None
 
 
@@ -122,7 +121,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def prepare_for_training(model: nn.Module) -> None:
-    """Make the linear layers of a loaded model fit for training."""
     for module in model.modules():
         kind = kind_of(module)
         if kind is not None and kind.prepare is not None:

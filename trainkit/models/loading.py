@@ -102,7 +102,6 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
 
 
 def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with the tokens that the recipe adds."""
     source_path, options = from_pretrained_arguments(source)
     directory = with_sound_normalizer(Path(source_path))
     with _explained(source, "tokenizer"):
@@ -169,7 +168,6 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
 
 
 def load_config(source: ModelOptions) -> PreTrainedConfig:
-    """Read the model's configuration."""
     source_path, options = from_pretrained_arguments(source)
     with _explained(source, "configuration"):
         config = AutoConfig.from_pretrained(source_path, **options)

@@ -400,7 +400,6 @@ class LazyLogits:
         self.hidden, self.call, self.change = hidden, call, change
 
     def computed(self) -> Tensor:
-        """The numbers."""
         self.call.num_computed += 1
         return self.change.of(self.call.linear(self.hidden))
 
@@ -456,30 +455,24 @@ class LazyLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """(..., V)."""
         return torch.Size((*self.hidden.shape[:-1], self.call.vocab_size))
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor's."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As a tensor's."""
         return self.hidden.dim()
 
     @property
     def ndim(self) -> int:
-        """As a tensor's."""
         return self.hidden.dim()
 
     @property
     def device(self) -> torch.device:
-        """Where the hidden states are."""
         return self.hidden.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the hidden states have."""
         return self.hidden.dtype
 
     def float(self) -> LazyLogits:

@@ -81,7 +81,6 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
-    """A stack as the op of experts takes it."""
     stack: Tensor = getattr(module, name)
     state = states_of(module).get(name)
     if state is None:

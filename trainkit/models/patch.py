@@ -75,7 +75,6 @@ class PatchReport:
 
     @property
     def plan(self) -> Plan:
-        """What was found in the model."""
         if self._plan is None:
             raise PatchError("a report of fused adapters alone has no plan")
         return self._plan
@@ -112,7 +111,6 @@ class PatchReport:
         return PatchReport(self._plan or later._plan, [*self.rows, *later.rows], swaps, self.own)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for kernels.json."""
         plan = self._plan
         proved: dict[str, object] = {}
         if plan is not None:

@@ -76,7 +76,6 @@ class Swaps:
     """
 
     def __init__(self, model: nn.Module, plan: Mapping[nn.Module, type[nn.Module]]) -> None:
-        """Swap the classes in."""
         self._model = weakref.ref(model)
         self._classes = set(plan.values())
         for module, made in plan.items():
@@ -84,7 +83,6 @@ class Swaps:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
         model = self._model()
         if model is None:
             raise PatchError("the patched model no longer exists")

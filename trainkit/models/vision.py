@@ -30,7 +30,6 @@ TOWER_ATTENTION = "sdpa"
 
 
 def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Take gradients from the parts that do not train."""
     outside = outside_text(model)
     chosen: set[int] = set()
     for part in train:

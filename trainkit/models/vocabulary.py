@@ -104,7 +104,6 @@ def refuse_frozen_tokens(model: PreTrainedModel) -> None:
 
 
 def describe_new_tokens(new: NewTokens, rows: int | None) -> str:
-    """A line for the console."""
     parts = []
     if new.pieces:
         first, last = min(new.pieces), max(new.pieces)

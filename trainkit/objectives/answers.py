@@ -225,7 +225,6 @@ class AnswerDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each item."""
         lengths = self.data.lengths
         sizes = [
             sum(int(lengths[row + side].sum()) for side in range(self.together))

@@ -88,7 +88,6 @@ class DistillLoss:
         return step.share(self._loss_sum(model, inputs, self.train_metrics)), None
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
-        """The sum over the batch's trained tokens."""
         return EvaluatedBatch(self._loss_sum(model, inputs, self.eval_metrics))
 
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
@@ -172,12 +171,10 @@ class ToldDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per item."""
         found: np.ndarray = self.samples.lengths
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
         self.samples.set_epoch(epoch)
 
     def __len__(self) -> int:

@@ -196,7 +196,6 @@ class ModelOptions(Section):
 
     @property
     def adds_tokens(self) -> bool:
-        """Whether the tokenizer is extended."""
         return self.add_tokens is not None or self.add_special_tokens is not None
 
     def tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -388,7 +388,6 @@ class Engine:
 
     @property
     def optimizer(self) -> Any:
-        """As it was given."""
         return self._optimizer
 
     # -- steps ------------------------------------------------------------------------------------

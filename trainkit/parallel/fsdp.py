@@ -161,7 +161,6 @@ class Fsdp2(Engine):
         load_parts({"model": dict(_trained(self.model))}, folder)
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        """The saved model, loaded again."""
         del model
         return reload()
 

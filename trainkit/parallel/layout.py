@@ -69,7 +69,6 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """How many shards there are."""
         return self.options.data_ranks(self.process.world_size)
 
     @property

@@ -90,7 +90,6 @@ class Field:
 
     @property
     def is_ours(self) -> bool:
-        """Whether trainkit decides the default."""
         return self.theirs is not ... or bool(self.fixed)
 
     @property
@@ -109,7 +108,6 @@ class Field:
         return " ".join([self.help, *(f"{say} {what}." for say, what in notes.items() if what)])
 
     def schema(self) -> dict[str, Any]:
-        """As a part of a JSON schema."""
         if self.fixed:
             return {"enum": [self.default], "description": self.about}
         options = [dict(_KINDS[kind][2]) for kind in self.type.split("|")]

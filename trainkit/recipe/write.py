@@ -43,7 +43,6 @@ def shipped_text(name: str) -> str:
 
 
 def write_text(text: str, target: Path) -> None:
-    """Write a new recipe."""
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -71,7 +71,6 @@ class Console:
     def start(
         self, total_steps: int, *, first_step: int = 0, due: Mapping[str, float] | None = None
     ) -> None:
-        """Begin to show progress."""
         self._progress = _Progress(total_steps=total_steps, step=first_step, due=due or {})
         if self._silent or not self.interactive or self._live is not None:
             return
@@ -108,7 +107,6 @@ class Console:
         self._progress.doing = what
 
     def note(self, text: str) -> None:
-        """Say something in passing."""
         self._write(Text(redact_text(text)))
 
     def warn(self, text: str) -> None:
@@ -327,7 +325,6 @@ class RankLogHandler(logging.FileHandler):
         self._last_record: logging.LogRecord | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         if record is self._last_record:
             return
         self._last_record = record
@@ -344,7 +341,6 @@ class RankLogHandler(logging.FileHandler):
 
 
 def start_rank_log(path: Path, dist_rank: int) -> RankLogHandler:
-    """Send this process's log records and warnings to ``path``."""
     handler = RankLogHandler(path, dist_rank)
     root = logging.getLogger()
     if root.level > logging.INFO or root.level == logging.NOTSET:
@@ -361,7 +357,6 @@ def start_rank_log(path: Path, dist_rank: int) -> RankLogHandler:
 
 
 def stop_rank_log(handler: RankLogHandler) -> None:
-    """Undo ``start_rank_log`` and close the file."""
     logging.captureWarnings(False)
     for name in ("", *_LIBRARIES):
         logging.getLogger(name).removeHandler(handler)

@@ -143,7 +143,6 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
-        """Open an existing run, to resume or to read it."""
         root = Path(path).expanduser()
         if not (root / "status.json").is_file():
             raise RunDirectoryError(
@@ -187,7 +186,6 @@ class RunDirectory:
         return self.logs / f"rank{dist_rank}.log"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step."""
         return self.root / f"checkpoint-{step}"
 
     # -- writing ------------------------------------------------------------------------------
@@ -218,7 +216,6 @@ class RunDirectory:
     # -- status -------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """What ``status.json`` says now."""
         return read_status(self.status_file)
 
     def write_status(

@@ -48,7 +48,6 @@ class RunSummary:
     has_final: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as programs read them."""
         return dataclasses.asdict(self)
 
 
@@ -69,7 +68,6 @@ def find_runs(parent: Path) -> Iterator[RunSummary]:
 
 
 def summarize(path: Path) -> RunSummary:
-    """Read one run."""
     if not (path / _STATUS).is_file():
         raise RunDirectoryError(
             f"this is not a run: it has no {_STATUS}",

@@ -188,7 +188,6 @@ def say_damaged(path: Path, numbers: tuple[int, ...]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All of `iter_metrics`."""
     return list(iter_metrics(path))
 
 

@@ -166,7 +166,6 @@ class History:
         return list(self._columns)
 
     def series(self, key: str) -> Series:
-        """The values of one."""
         return Series(*self._columns.get(key, ([], [], [])))
 
     def lines(self, curve: Curve) -> list[str]:

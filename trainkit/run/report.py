@@ -79,7 +79,6 @@ tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")"""
 
 @functools.cache
 def parts(file: str = "report.html") -> Any:
-    """The macros of a page, by name."""
     is_page = file.endswith(".html")
     environment = jinja2.Environment(
         autoescape=is_page, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

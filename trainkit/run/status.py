@@ -64,7 +64,6 @@ class Status:
         return dataclasses.replace(self, **{"updated": utc_now(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``status.json``."""
         return dataclasses.asdict(self)
 
 
@@ -107,7 +106,6 @@ def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def read_status(path: Path) -> Status:
-    """Read a ``status.json``; a missing one is a fresh ``Status``."""
     try:
         content = json.loads(regular(path, RunDirectoryError).read_text(encoding="utf-8"))
     except FileNotFoundError:

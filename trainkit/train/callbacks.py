@@ -76,7 +76,6 @@ class RunRecorder(Hook):
             self._run.write_json(self._run.root / FILE, self._stages.to_dict())
 
     def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
-        """Record a row of training or evaluation figures."""
         step = loop.state.global_step
         row = {"step": step, **row}
         is_training = "loss" in row or "num_skipped_steps" in row
@@ -108,7 +107,6 @@ class RunRecorder(Hook):
         self._curves.refresh(has_news=True)
 
     def finish(self) -> None:
-        """Close the metrics and wait for the last drawing."""
         if self._metrics is not None:
             self._metrics.close()
         self._curves.close()
@@ -161,7 +159,6 @@ class KeepToThePlan(Hook):
     """
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Compare."""
         assert checkpoint is not None
         step, last = loop.state.global_step, loop.state.max_steps
 
@@ -187,13 +184,11 @@ class MarkProgress(Hook):
     """Tells the watch how far this rank has come."""
 
     def on_step_end(self, loop: LoopState) -> None:
-        """A step is done."""
         if (watch := loop.run.watch) is not None:
             watch.factor = 1.0
             watch.mark(f"after step {loop.state.global_step}")
 
     def on_substep_end(self, loop: LoopState) -> None:
-        """A micro-batch is done."""
         if (watch := loop.run.watch) is not None:
             watch.mark(f"in step {loop.state.global_step + 1}")
 
@@ -205,7 +200,6 @@ class LeakTest(Hook):
     """
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Run the test."""
         from trainkit.models.leak_test import leak_test
 
         leak_test(
@@ -251,7 +245,6 @@ class RowTest(Hook):
     """Proves, before the first step, that rows which ranks share are computed as whole ones."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Run the test."""
         from trainkit.models.row_test import row_test
 
         args, config, rows = loop.args, loop.model.config, loop.layout.rows
@@ -277,11 +270,9 @@ class KeepFp8Codes(Hook):
         self._kept.weights_changed()
 
     def on_step_end(self, loop: LoopState) -> None:
-        """The weights are others now."""
         self._kept.weights_changed()
 
     def on_train_end(self, loop: LoopState) -> None:
-        """Nobody says any more when weights change."""
         self._kept.stop()
 
 
@@ -294,7 +285,6 @@ class EmbeddingNoise(Hook):
     _handle: Any = None
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Put it in."""
         alpha = loop.args.neftune_noise_alpha
 
         def disturb(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:
@@ -306,6 +296,5 @@ class EmbeddingNoise(Hook):
         self._handle = loop.model.get_input_embeddings().register_forward_hook(disturb)
 
     def end(self, loop: LoopState) -> None:
-        """Take it out."""
         if self._handle is not None:
             self._handle.remove()

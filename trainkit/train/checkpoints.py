@@ -167,7 +167,6 @@ class Notes:
                 self._store = TCPStore(host, port[0], is_master=False)
 
     def put(self, topic: str, value: Mapping[str, Any]) -> None:
-        """Tell all ranks."""
         key, text = f"trainkit/{topic}/{self._rank}", json.dumps(value)
         if self._store is None:
             self._own[key] = text
@@ -175,7 +174,6 @@ class Notes:
             self._store.set(key, text)
 
     def of(self, topic: str, dist_rank: int) -> dict[str, Any]:
-        """Wait for the note of a rank."""
         key = f"trainkit/{topic}/{dist_rank}"
         if self._store is None:
             text = self._own.pop(key)
@@ -187,7 +185,6 @@ class Notes:
         return note
 
     def of_all(self, topic: str) -> list[dict[str, Any]]:
-        """Wait for the notes of all ranks."""
         return [self.of(topic, rank) for rank in range(self._world_size)]
 
 

@@ -96,7 +96,6 @@ class EpochPlan:
         return plan
 
     def num_batches(self, epoch: int) -> int:
-        """Micro-batches of an epoch."""
         if self.is_equal:
             epoch = 0
         while len(self._counted) <= epoch:
@@ -512,7 +511,6 @@ class RunData:
 
     @property
     def num_images(self) -> int:
-        """Of all rows."""
         parts = [part or {} for part in self.summary.values()]
         return sum((part.get("totals") or {}).get("images", 0) for part in parts)
 

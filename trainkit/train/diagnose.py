@@ -284,7 +284,6 @@ class Diagnosis:
     trials: list[Trial] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     def blame(self, culprit: str, name: str, because: str, fix: str) -> None:

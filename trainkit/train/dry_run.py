@@ -42,7 +42,6 @@ class LongestEvaluation(Evaluations):
     """An evaluation of the longest batch alone."""
 
     def batches(self, loop: LoopState) -> tuple[list[dict[str, Any]], int]:
-        """It."""
         _, num_samples = super().batches(loop)
         assert loop.eval_data is not None
         return [dict(loop.eval_data.longest_batch(loop.args.eval_batch_size))], num_samples
@@ -68,16 +67,13 @@ class OneStep(Hook):
     has_saved = False
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Have it come first."""
         self.longest = loop.train_data.longest_batch(loop.args.train_batch_size)
         loop.loader = _LongestFirst(loop.loader, self.longest)
 
     def before_step(self, loop: LoopState, micro: Any, counts: Any, seconds: float) -> None:
-        """Count them."""
         self.num_micro_batches = len(micro)
 
     def on_step_begin(self, loop: LoopState) -> None:
-        """Start the clock."""
         _wait_for(loop.args.device)
         self._started = time.perf_counter()
 
@@ -96,22 +92,18 @@ class OneStep(Hook):
         control.should_training_stop = True
 
     def on_epoch_end(self, loop: LoopState) -> None:
-        """Nothing a second time."""
         control = loop.control
         control.should_log = control.should_evaluate = control.should_save = False
 
     def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
-        """Keep the figures."""
         self.loss = row.get("loss", self.loss)
         self.eval_loss = row.get("eval_loss", self.eval_loss)
 
     def on_save(self, loop: LoopState) -> None:
-        """A checkpoint could be written."""
         self.has_saved = True
 
 
 def describe(run: Run, step: OneStep) -> dict[str, object]:
-    """Label to value, for the console."""
     args, device_is_gpu = run.args, run.args.device.type == "cuda"
     # Settings for generating that contradict each other are refused when final/ is written.
     settings = generation_config(run.built.model, run.tokenizer, run.data.stop_token_ids)

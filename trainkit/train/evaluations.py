@@ -55,7 +55,6 @@ class Evaluations(Hook):
         self._taken: dict[Measurement, int] = {}
 
     def on_step_end(self, loop: LoopState) -> None:
-        """Ask for an evaluation where something is to be measured, perhaps without the loss."""
         if self.measurements:
             self.is_alone = not loop.control.should_evaluate
             if self._due(loop.state.global_step):

@@ -25,7 +25,6 @@ class ExpertsTrain(Hook):
     """
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Listen for gradients."""
         self._routing = routing_of(loop)
         self._got: dict[str, Tensor] = {}
         self._moving: dict[str, tuple[Any, Tensor]] = {}

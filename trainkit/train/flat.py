@@ -118,7 +118,6 @@ class FlatAdamW(torch.optim.Optimizer):
         self._unseen.discard(parameter)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All of them."""
         for group in self.param_groups:
             yield from group["params"]
 
@@ -337,7 +336,6 @@ class FlatAdamW(torch.optim.Optimizer):
 
 
 def _starts(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
-    """Where each parameter begins in its buffer, and how long that is."""
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)

@@ -75,7 +75,6 @@ class GenerationEvalResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for ``generation_eval.json``."""
         return {
             "accuracy": self.accuracy,
             "num_total": self.num_total,

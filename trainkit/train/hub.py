@@ -90,7 +90,6 @@ class Hub:
             self._upload = self._begin(checkpoint, f"{message}, checkpoint", folder)
 
     def push_final(self, final: Path) -> None:
-        """Upload the final model and wait for it."""
         self._report_failure()
         error = self._begin(final, "End of training").exception()  # waits
         if error is not None:

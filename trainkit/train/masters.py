@@ -83,7 +83,6 @@ class Arrivals:
         return self._squares.sqrt()
 
     def end_step(self) -> None:
-        """Forget this step's."""
         self._squares = torch.zeros_like(self._squares)
         self._is_bad = torch.zeros_like(self._is_bad)
 
@@ -258,7 +257,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return self
 
     def _halves(self) -> Iterator[torch.Tensor]:
-        """The half-precision parameters."""
         return (parameter for parameter, _ in self._pairs)
 
     def _set_gradient(self, parameter: torch.Tensor, total: torch.Tensor) -> None:
@@ -529,7 +527,6 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         loss = super().step(closure)
         self._num_steps += 1
         return loss

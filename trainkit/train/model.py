@@ -120,7 +120,6 @@ class BuiltModel:
         return {**record, **self.report.to_dict(), "self_check": checks}
 
     def describe(self) -> str:
-        """A few lines for the console."""
         share = self.num_trained / max(self.num_parameters, 1)
         lines = [
             f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",

@@ -116,7 +116,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part, is_hidden in ((self._muon, True), (self._adamw, False)):
             if part is not None:

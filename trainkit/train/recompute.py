@@ -102,7 +102,6 @@ class Measured:
     largest: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For the record."""
         gib = {name: round(getattr(self, name) / GIB, 5) for name in ("step_peak", "base")}
         return {
             "recomputed": self.choice.recomputed,
@@ -189,22 +188,18 @@ class CountedMemory(TorchDispatchMode):
         self._is_on = False
 
     def start(self) -> None:
-        """Forget the peak."""
         if not self._is_on:
             self.__enter__()
             self._is_on = True
         self._peak = self._now
 
     def now(self) -> int:
-        """Alive."""
         return self._now
 
     def peak(self) -> int:
-        """The most since `start`."""
         return self._peak
 
     def stop(self) -> None:
-        """Count no longer."""
         if self._is_on:
             self.__exit__(None, None, None)
             self._is_on = False
@@ -267,7 +262,6 @@ class RecomputeLayers(Hook):
         self._options, self._offload = options, offload
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Begin."""
         options, model = self._options, loop.model
         offload = pays(model, model.config, self._offload)
         is_plain = options.every == 1 and not options.selective
@@ -280,7 +274,6 @@ class RecomputeLayers(Hook):
         self._layers.apply(every(len(self._layers.layers), options.every or 1, way))
 
     def on_train_end(self, loop: LoopState) -> None:
-        """Put the layers back as they were."""
         if self._layers is not None:
             self._layers.undo()
 
@@ -436,7 +429,6 @@ class KeepToBudget(Hook):
         self._choice = choice
 
     def close(self) -> None:
-        """Measure no longer."""
         if self._memory is not None:
             self._memory.stop()
             self._memory = None
@@ -445,7 +437,6 @@ class KeepToBudget(Hook):
         self._handles = []
 
     def on_train_end(self, loop: LoopState) -> None:
-        """Put the layers back as they were."""
         if self._measured and not self._is_chosen:
             self._settle(loop)  # the run was shorter than the search
         self.close()

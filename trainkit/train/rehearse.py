@@ -88,7 +88,6 @@ class Verdict:
     overrides: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {"verdict": "same" if self.is_same else "different", **asdict(self)}
 
 

@@ -83,7 +83,6 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The values."""
         return self.loaded.recipe
 
     @property
@@ -95,5 +94,4 @@ class Run:
 
     @property
     def root(self) -> Path:
-        """Of the run directory."""
         return self.directory.root

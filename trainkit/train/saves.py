@@ -63,7 +63,6 @@ def random_state(args: Any) -> dict[str, Any]:
 
 
 def random_file(folder: Path, args: Any) -> Path:
-    """Of this rank in a checkpoint."""
     return folder / f"rng_state{'' if args.world_size <= 1 else f'_{args.process_index}'}.pth"
 
 
@@ -113,7 +112,6 @@ class Saves(Hook):
     """Gets each of them, where that is wanted."""
 
     def due(self, loop: LoopState) -> None:
-        """Save, if it is."""
         if not self._has_pinned and loop.args.save_strategy != "no":
             # The optimizer has its states now; pinned for the first save alone, it takes seconds.
             pin_ahead(loop.engine.copied_by_a_save())

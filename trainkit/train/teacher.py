@@ -63,7 +63,6 @@ class ToldBefore(Hook):
     """Before the first step, reads what the teacher has said from the files of the rows."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Of all data."""
         for data in (loop.train_data, loop.eval_data):
             if data is not None:
                 _read(data)

@@ -334,7 +334,6 @@ class GlmSource:
         }
 
     def load(self, name: str) -> torch.Tensor:
-        """Read one tensor, or make it."""
         info = self._zeros.get(name)
         return (
             self._reader.load(name) if info is None else torch.zeros(info.shape, dtype=info.dtype)

@@ -51,12 +51,10 @@ class SplitRows:
     sizes: tuple[int, ...]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One tensor to ``len(sizes)``."""
         (tensor,) = tensors
         return list(tensor.split(self.sizes, dim=0))
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``len(sizes)`` tensors to one."""
         if tuple(tensor.shape[0] for tensor in tensors) != self.sizes:
             raise ValueError(f"rows {[t.shape[0] for t in tensors]} instead of {self.sizes}")
         return [torch.cat(list(tensors), dim=0)]
@@ -76,7 +74,6 @@ class PermuteHeadRows:
         return [self._apply(tensor, self.order) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Permute back."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return [self._apply(tensor, back) for tensor in tensors]
 
@@ -109,11 +106,9 @@ class Then:
     second: Transform
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """First, then second."""
         return self.second.forward(self.first.forward(tensors))
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Undo second, then first."""
         return self.first.inverse(self.second.inverse(tensors))
 
 
@@ -124,11 +119,9 @@ class Inverse:
     of: Transform
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The inner inverse."""
         return self.of.inverse(tensors)
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The inner forward."""
         return self.of.forward(tensors)
 
 
@@ -151,7 +144,6 @@ class Rule:
         return LAYER in self.source[0]
 
     def inverted(self) -> "Rule":
-        """The rule from target to source."""
         return Rule(self.target, self.source, Inverse(self.transform))
 
     def at(self, layer: int | None) -> "Step":
@@ -193,7 +185,6 @@ class Keymap:
     left: tuple[Left, ...] = ()
 
     def inverted(self) -> "Keymap":
-        """The conversion back."""
         rules = tuple(rule.inverted() for rule in self.rules)
         return replace(self, name=f"inverse of {self.name}", rules=rules, left=())
 

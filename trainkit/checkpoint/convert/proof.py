@@ -65,7 +65,6 @@ class Proof:
     max_logit: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self)
 
 

@@ -294,7 +294,6 @@ class PeftWeights:
         }
 
     def load(self, name: str) -> Tensor:
-        """One tensor, rounded once."""
         before, dtype = self._files.load(name), self.tensors[name].dtype
         if name not in self._merged:
             return cast(name, before, dtype)

@@ -139,7 +139,6 @@ class MergedWeights:
         dtype: torch.dtype | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """Check that adapter and base fit."""
         self._base, self._adapter, self._packing = base, adapter, packing
         is_tied = bool(config.get("tie_word_embeddings")) and _HEAD not in base.tensors
         self.is_untied = is_tied and self._must_untie()
@@ -261,7 +260,6 @@ class MergedWeights:
 def change_of(
     name: str, before: Tensor, exact: Tensor, result: Tensor, *errors: float
 ) -> ModuleChange:
-    """What the merge did to a tensor."""
     if not torch.isfinite(result).all():
         raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
     update = changed = 1.0

@@ -62,7 +62,6 @@ class Parity:
     prompts: tuple[PromptParity, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self)
 
     @property

@@ -66,7 +66,6 @@ class ModuleAdapter:
 
     @property
     def delta_shape(self) -> tuple[int, int]:
-        """Shape of the weight it fits."""
         rows, columns = self.up.shape[0], self.down.shape[1]
         return (columns, rows) if self.is_embedding else (rows, columns)
 

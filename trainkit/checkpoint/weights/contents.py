@@ -231,7 +231,6 @@ GETATTR = "builtins.getattr"
 
 
 def member(kind: Any, name: Any) -> Enum:
-    """A member of an enumeration."""
     is_enumeration = isinstance(kind, type) and issubclass(kind, Enum)
     if is_enumeration and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]

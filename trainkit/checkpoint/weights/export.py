@@ -51,7 +51,6 @@ def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype."""
     result = tensor.to(dtype)
     if dtype is not tensor.dtype and (result.isinf() & tensor.isfinite()).any():
         raise CheckpointError(
@@ -73,7 +72,6 @@ class CastWeights:
         }
 
     def load(self, name: str) -> Tensor:
-        """Read and cast one tensor."""
         return cast(name, self._source.load(name), self.tensors[name].dtype)
 
     def _of(self, own: torch.dtype) -> torch.dtype:

@@ -67,7 +67,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -129,7 +128,6 @@ class SafetensorsFile:
         return {name: info for name, (info, _) in self._places.items()}
 
     def load(self, name: str) -> torch.Tensor:
-        """Read one tensor into fresh memory."""
         info, _ = self._places[name]
         tensor = self.load_part(name, math.prod(info.shape)).reshape(info.shape)
         return finite(name, tensor, self.path)
@@ -256,14 +254,12 @@ class PickledFile:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """What the file holds."""
         return {
             name: TensorInfo(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in self._content.items()
         }
 
     def load(self, name: str) -> torch.Tensor:
-        """A copy of one tensor, contiguous."""
         tensor = self._content[name].detach().clone(memory_format=torch.contiguous_format)
         return finite(name, tensor, self.path)
 
@@ -272,7 +268,6 @@ class PickledFile:
         return self._content[name].detach().reshape(-1)[start : start + num_values].clone()
 
     def close(self) -> None:
-        """Let go of the file."""
         self._content = {}
 
 
@@ -357,7 +352,6 @@ class WeightsReader:
         return self._infos
 
     def load(self, name: str) -> torch.Tensor:
-        """Read one tensor into fresh memory."""
         return self._file(self._home[name]).load(name)
 
     def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:

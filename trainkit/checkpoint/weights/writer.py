@@ -60,7 +60,6 @@ class WeightsWriter:
         self._is_sharded = len(shards) > 1
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor at its position."""
         place = self._positions.get(name)
         info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))
         if place is None or place.info != info or name in self.sha256:
@@ -150,7 +149,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """The digest of a tensor's bytes."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 

@@ -21,7 +21,6 @@ def cross_entropy_case(
     large: bool = False,
     **options: Any,
 ) -> OpCase:
-    """A call on logits of the given shape."""
     *rows, vocab = shape
 
     def inputs(draw: Draw) -> dict[str, Tensor]:

@@ -182,7 +182,6 @@ def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def check_shapes(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> None:
-    """Refuse inputs that do not fit each other."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight {tuple(weight.shape)} does not fit hidden states of {hidden.shape[-1]}"

@@ -86,7 +86,6 @@ class Fp8Products(Products):
     def __init__(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, directions: Directions
     ) -> None:
-        """Take the weight's codes."""
         super().__init__(weight, bias, dtype)
         self._directions = directions
         self._codes, self._scales = directions.codes(weight)

@@ -183,7 +183,6 @@ def split_rows(num_rows: int, num_blocks: int, block: int, like: Tensor) -> tupl
 
 
 def total(parts: Tensor) -> Tensor:
-    """The sum of the splits, in order."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 

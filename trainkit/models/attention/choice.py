@@ -131,7 +131,6 @@ class Installed:
         ]
 
     def remove(self) -> None:
-        """Undo `install`."""
         for handle in self._handles:
             handle.remove()
 

@@ -37,7 +37,6 @@ class Fp8Linear(nn.Linear):
     errors: Fp8Errors
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
-        """Quantise a layer."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach().to(device)

@@ -126,7 +126,6 @@ class Fp8Choice:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         plain = asdict(self)
         return {
             **plain,
@@ -453,7 +452,6 @@ class Probe:
     _floors: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Run the plain model and keep its predictions."""
         total = 0.0
         for batch in self.batches:
             logits, labels = self._trained_logits(batch)
@@ -513,7 +511,6 @@ class _OtherOrder(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x W^T + b``."""
         half = x.shape[-1] // 2
         first = functional.linear(x[..., :half], self.weight[:, :half], self.bias)
         return first + functional.linear(x[..., half:], self.weight[:, half:])

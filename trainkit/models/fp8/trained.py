@@ -96,7 +96,6 @@ class KeptCodes:
 def swap_in(
     model: nn.Module, directions: Mapping[str, tuple[bool, bool]], *, in_evaluation: bool = False
 ) -> Swaps:
-    """Have linear layers multiply in fp8 until the swaps are reverted."""
     plan: dict[nn.Module, type[Any]] = {}
     for name, (forward, backward) in directions.items():
         module = model.get_submodule(name)

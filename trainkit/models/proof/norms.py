@@ -88,7 +88,6 @@ class Norm(KernelForward):
     made: ClassVar[NormSettings]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x over its last axis."""
         if self.decodes(x) or self.made.keeps_own(x):
             return super().forward(x)
         y: Tensor = self.made.run(self, x)

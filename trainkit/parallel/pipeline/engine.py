@@ -334,13 +334,11 @@ class Pipeline(Engine):
         return self._placed
 
     def set_up(self, training: Training) -> nn.Module:
-        """The stages are called, and not the model."""
         self._hold(training)
         model: nn.Module = training.model
         return model
 
     def forget(self) -> None:
-        """The stages, too."""
         super().forget()
         self._placed = None
 
@@ -516,7 +514,6 @@ class Pipeline(Engine):
         """With the state."""
 
     def load_state(self, folder: Path, step: int) -> None:
-        """Take both up again."""
         saved = empty_state(self.model, self.optimizer, folder, step)
         weights = _trained(self.model, self.optimizer)
         load_parts({"model": weights, KEY: saved}, folder)
@@ -525,13 +522,11 @@ class Pipeline(Engine):
             take_up(self.model, self.optimizer, saved, folder, step)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        """The trained weights alone."""
         weights = _trained(self.model, None)
         load_parts({"model": weights}, folder)
         _round(self.model, weights)
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        """The saved model, loaded again."""
         del model
         return reload()
 

@@ -61,17 +61,14 @@ class Share:
 
     @property
     def layers(self) -> frozenset[int]:
-        """All of its layers."""
         return frozenset(layer for layers in self.stages.values() for layer in layers)
 
     @property
     def has_first(self) -> bool:
-        """Whether it has the embeddings."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Whether it has the head, and learns the loss."""
         return self.num_stages - 1 in self.stages
 
     @property

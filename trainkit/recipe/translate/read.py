@@ -20,7 +20,6 @@ _TRAINS = ("train", "sft", "pt", "rlhf", "dpo", "grpo", "kto", "rloo", "reward")
 
 
 def read_theirs(path: Path) -> Theirs:
-    """Read a file of another tool."""
     if path.suffix in (".yaml", ".yml"):
         return Theirs(path, read_document(path).values)
     text = _text(path)

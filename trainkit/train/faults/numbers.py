@@ -527,7 +527,6 @@ def split(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the batch of a step is."""
     return run / FOLDER / f"step-{step}"
 
 

@@ -76,7 +76,6 @@ class Change:
         return f"{self.key}: {_short(self.before)} -> {_short(self.now)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``changes.jsonl`` has it."""
         return asdict(self)
 
 
