@@ -20,7 +20,7 @@ from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.contents import open_pickle
 from trainkit.checkpoint.weights.export import DTYPES, export_plain
 from trainkit.checkpoint.weights.plain_files import plain_file, read_config
-from trainkit.checkpoint.weights.reader import TensorInfo, finite
+from trainkit.checkpoint.weights.reader import ADAPTER_WEIGHTS, TensorInfo, finite
 from trainkit.checkpoint.weights.writer import save_tensors
 from trainkit.errors import CheckpointError
 
@@ -231,13 +231,10 @@ def _entry(shard: Mapping[str, Any], key: str) -> Any:
 # -- Plain models and adapters out of ZeRO checkpoints --------------------------------------------
 
 
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
 def needs_adapter_from_shards(checkpoint: Path) -> bool:
     """Whether a checkpoint's adapter is in its shards only."""
     has_config = (checkpoint / CONFIG_NAME).is_file()
-    return has_config and not any((checkpoint / name).exists() for name in _ADAPTER_WEIGHTS)
+    return has_config and not any((checkpoint / name).exists() for name in ADAPTER_WEIGHTS)
 
 
 def export_zero(

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from trainkit.auto_class import empty_model, refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
-from trainkit.checkpoint.weights.plain_files import plain_file, read_config
-from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
+from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.reader import adapter_file
 from trainkit.checkpoint.whole.atomic import discard, stage
 from trainkit.errors import CheckpointError
 from trainkit.models.linears import packed_kind
@@ -89,15 +89,8 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
 
 
 def _shapes(adapter: Path) -> dict[str, tuple[int, ...]]:
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if (adapter / name).exists():
-            path = plain_file(adapter, name)
-            file = SafetensorsFile(path) if name.endswith("safetensors") else PickledFile(path)
-            try:
-                return {key: info.shape for key, info in file.tensors.items()}
-            finally:
-                file.close()
-    raise CheckpointError("adapter_model.safetensors is missing", where=str(adapter))
+    with adapter_file(adapter) as file:
+        return {key: info.shape for key, info in file.tensors.items()}
 
 
 # -- A base in fp8: the layers that its run had in fp8 --------------------------------------------

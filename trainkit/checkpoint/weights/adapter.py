@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
-from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile, tensors_in
+from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
 from trainkit.errors import CheckpointError
 from trainkit.patterns import refuse_endless
 
@@ -170,16 +170,9 @@ def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     config = read_adapter_config(directory, with_peft=with_peft)
     if any(config.get(key) for key in _KNOWN_TO_PEFT):
         return Adapter(directory, config)
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if (directory / name).exists():
-            path = plain_file(directory, name)
-            file = SafetensorsFile(path) if name.endswith("safetensors") else PickledFile(path)
-            try:
-                tensors = {key: file.load(key) for key in file.tensors}
-            finally:
-                file.close()
-            return adapter_from_tensors(directory, config, tensors)
-    raise CheckpointError("adapter_model.safetensors is missing", where=str(directory))
+    with adapter_file(directory) as file:
+        tensors = {key: file.load(key) for key in file.tensors}
+    return adapter_from_tensors(directory, config, tensors)
 
 
 def vocabulary_rows(directory: Path) -> int | None:

@@ -5,12 +5,15 @@ a byte of a tensor is read, and only the requested tensor is loaded. Pickles (``
 go through torch's weights-only unpickler, which refuses to run code.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import math
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 16
@@ -91,17 +96,23 @@ def finite(name: str, tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 def refuse_not_finite(directory: Path) -> None:
     """Read all weights of a model or an adapter for what is not finite."""
-    for file_name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if (directory / file_name).exists():
-            path = plain_file(directory, file_name)
-            file = SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
-            for name in file.tensors:
-                file.load(name)
-            file.close()
-            return
-    with WeightsReader(directory) as reader:
+    adapter = any((directory / name).exists() for name in ADAPTER_WEIGHTS)
+    with adapter_file(directory) if adapter else WeightsReader(directory) as reader:
         for name in reader.tensors:
             reader.load(name)
+
+
+@contextlib.contextmanager
+def adapter_file(directory: Path) -> Iterator[SafetensorsFile | PickledFile]:
+    """The weights of a saved adapter."""
+    name = next((each for each in ADAPTER_WEIGHTS if (directory / each).exists()), None)
+    if name is None:
+        raise CheckpointError(f"{ADAPTER_WEIGHTS[0]} is missing", where=str(directory))
+    path = plain_file(directory, name)
+    with contextlib.closing(
+        SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+    ) as file:
+        yield file
 
 
 class SafetensorsFile:
@@ -341,7 +352,7 @@ class WeightsReader:
             self.close()
             raise
 
-    def __enter__(self) -> "WeightsReader":
+    def __enter__(self) -> WeightsReader:
         return self
 
     def __exit__(self, *_: object) -> None:
