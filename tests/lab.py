@@ -172,7 +172,10 @@ def arguments_of(
 
 
 def run_of(model, args, layout, tokenizer, checkpoints, train_data, eval_data, objective, **given):
-    """The context of a run that no command has begun; ``given`` are sections of its recipe."""
+    """The context of a run that no command has begun.
+
+    ``given`` are sections of its recipe, and ``of_model`` keys of its model's.
+    """
     from trainkit.models.attention import Attention
     from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
     from trainkit.run import Console, RunDirectory
@@ -181,6 +184,7 @@ def run_of(model, args, layout, tokenizer, checkpoints, train_data, eval_data, o
     from trainkit.train.run import Run
 
     recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}}
+    recipe["model"] |= given.pop("of_model", {})
     loaded = LoadedRecipe(Recipe(**recipe, **given), {}, "", Path("lab.yaml"), None)
     run = Run(loaded, SftOptions(), layout.process, Console(interactive=False))
     nothing = {"ledger": None, "fingerprint": "", "parts": {}, "notes": (), "warnings": ()}
@@ -206,7 +210,7 @@ def trainer_of(
         given: sections of the recipe; the rest is the run's.
     """
     from trainkit.train.callbacks import EmbeddingNoise, StopOnRequest
-    from trainkit.train.evaluations import Evaluations
+    from trainkit.train.evaluations import Evaluations, LookAhead
     from trainkit.train.log import Rows
     from trainkit.train.loop import Loop
     from trainkit.train.saves import Numbers, Saves
@@ -236,7 +240,7 @@ def trainer_of(
 
         saves.hub = Hub(args)
     noise = [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
-    shared = [Numbers(), Rows(), Evaluations(measurements), StopOnRequest(), saves]
+    shared = [LookAhead(), Numbers(), Rows(), Evaluations(measurements), StopOnRequest(), saves]
     return Trainer(run, [*hooks, *noise, *shared])
 
 

@@ -68,7 +68,6 @@ def make_trainer(
 
     from trainkit.data.options import DataOptions
     from trainkit.patching import patch
-    from trainkit.train.evaluations import LookAhead
     from trainkit.train.reference import References
 
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
@@ -76,7 +75,6 @@ def make_trainer(
     row = OBJECTIVES[objective]
     make = rated if objective == "kto" else pair
     hooks = [References()] if stored else []
-    hooks += [LookAhead()] if row.looks_ahead else []
     rows = [make(number) for number in range(NUM_PAIRS)]
     data = make_data(mine, rows, objective=row, packing=packing)
     given = {"train_data": data.train, "eval_data": data.eval, "objective": row}

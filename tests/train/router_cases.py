@@ -28,8 +28,8 @@ def make_moe(vocab_size, **overrides):
     return Qwen3MoeForCausalLM(config)
 
 
-def train(root, batch, accumulate, stage=0, **options):
-    """Loss and gradient norm of each step, and the evaluation's loss."""
+def train(root, batch, accumulate, stage=0, factors=None, **options):
+    """Loss, gradient norm and routers' loss of each step, and the evaluation's losses."""
     from unittest import mock
 
     from distributed.zero_cases import zero_file
@@ -40,7 +40,11 @@ def train(root, batch, accumulate, stage=0, **options):
     shard = zero_file(root, stage) if stage else "none"
     settings = {"batch": batch, "accumulate": accumulate, "max_steps": 3, "save_strategy": "no"}
     with mock.patch("tiny.make_qwen2", lambda vocab_size, **_: make_moe(vocab_size)):
-        trainer = lab.trainer("run", shard=shard, learning_rate=1e-4, **settings, **options)
+        given = {"of_model": factors or {}}
+        options |= {"shard": shard, "learning_rate": 1e-4, "given": given}
+        trainer = lab.trainer("run", **settings, **options)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    return [[row["loss"], row["grad_norm"]] for row in rows] + [[trainer.evaluate()["eval_loss"]]]
+    found = [[row["loss"], row["grad_norm"], row["router_loss"]] for row in rows]
+    evaluated = trainer.evaluate()
+    return [*found, [evaluated["eval_loss"], evaluated["eval_router_loss"]]]

@@ -1,24 +1,26 @@
 """Loads of experts, the routers' loss, and the proof that adapters of experts train."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from families.survey import build
 from project import make_project
 from train.router_cases import make_moe
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import ModelError, TrainkitError
 from trainkit.lora import LoraOptions, attach
-from trainkit.objectives.objective import LossSetup, Step
-from trainkit.objectives.routing import Routing, Together
-from trainkit.objectives.sft import TokenMeanLoss
+from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.parallel.rows import next_tokens
 from trainkit.patching import patch
 from trainkit.train.experts import ExpertsTrain
 
 E, PAD = 8, 90
+AUXILIARY = (
+    "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss", "granitemoe", "ernie4_5_moe",
+    "minimax", "qwen3_next",
+)  # fmt: skip
 
 
 def batch(packed):
@@ -74,38 +76,41 @@ def test_loads_are_those_of_real_tokens(packed, adapted, kernels):
         assert torch.equal(reached, wanted.double())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_routers_loss_weighs_a_micro_batch_by_its_trained_tokens(ranks, smoothing):
-    model = make_moe(96).train()
-    loss = TokenMeanLoss(LossSetup(model, takes_num_items=True, label_smoothing=smoothing))
-    total = wanted = 0.0
-    counts = (1, 7)
-    for seed, num in enumerate(counts):
-        ids = torch.randint(0, 80, (1, 9), generator=torch.Generator().manual_seed(seed))
-        labels = ids.clone()
-        labels[:, : 9 - num] = -100
-        given = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        step = Step(torch.tensor(8.0), 2 // ranks, ranks, False, partial(model_loss, ranks))
-        part, _ = loss.training(model, {**given, "num_trained_tokens": num}, step)
-        total += part.item() / ranks
-        plain = model(**given, num_items_in_batch=torch.tensor(1.0))
-        own = plain.loss - plain.aux_loss
-        if smoothing:
-            logits = plain.logits[:, :-1].log_softmax(-1)[labels[:, 1:] != -100]
-            aims = labels[:, 1:][labels[:, 1:] != -100]
-            right = -logits.gather(1, aims[:, None]).sum()
-            own = right * (1 - smoothing) - smoothing * logits.mean(-1).sum()
-        wanted += (own.item() + plain.aux_loss.item() * num) / 8
-    assert total == pytest.approx(wanted, rel=1e-5)
-    rows = loss.train_metrics.rows(loss.train_metrics.take(torch.device("cpu")).tolist())
-    assert 1.5 < rows["router_loss"] < 4
+@pytest.mark.parametrize("model_type", AUXILIARY)
+def test_the_routers_losses_are_transformers_own_and_a_sum_over_any_cut(model_type):
+    """Of 4 rows at once as the model returns it; in parts, once the whole has been counted."""
+    model = build(model_type).double().train()
+    losses = RouterLosses(model, 0.3, None, 0.25)
+    ids = torch.randint(0, 80, (4, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([9, 4, 7, 5])[:, None]).long()
+    with torch.no_grad():
+        outputs = model(input_ids=ids, attention_mask=mask, **losses.forward_options)
+        whole = losses.count(outputs, real_tokens({"input_ids": ids, "attention_mask": mask}))
+    balance, z = losses.losses(whole, whole).tolist()
+    assert balance == pytest.approx(0.3 * float(outputs.aux_loss), rel=1e-5)
+    real = torch.cat([each[mask.flatten() == 1] for each in outputs.router_logits])
+    assert z == pytest.approx(0.25 * real.logsumexp(-1).square().mean().item(), rel=1e-5)
+    wanted = {}
+    for cut in ((4,), (2, 2), (3, 1), (1, 1, 1, 1)):
+        model.zero_grad()
+        total = 0.0
+        for part, some in zip(ids.split(cut), mask.split(cut), strict=True):
+            given = {"input_ids": part, "attention_mask": some}
+            mine = losses.count(model(**given, **losses.forward_options), real_tokens(given))
+            (added := losses.losses(mine, whole)).sum().backward()
+            total = total + added.detach()
+        assert total.tolist() == pytest.approx([balance, z], rel=1e-6)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        wanted = wanted or gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-8, msg=name)
 
 
-def model_loss(ranks, model, inputs, num_items):
-    outputs = model(**{k: v for k, v in inputs.items() if k != "num_trained_tokens"},
-                    num_items_in_batch=num_items)  # fmt: skip
-    return outputs.loss * ranks, outputs
+def test_another_form_of_the_auxiliary_loss_is_refused():
+    with pytest.raises(ModelError, match="qwen2 have no auxiliary loss") as error:
+        RouterLosses(build("qwen2"), 0.0, 0.1, 0.0)
+    assert error.value.where == "model.router_aux_loss"
+    assert not RouterLosses(build("qwen2"), 0.0, None, 0.0).is_on
 
 
 def test_figures_come_apart_and_together_again():

@@ -59,35 +59,49 @@ def test_a_micro_batch_without_a_trained_token_adds_nothing(lab, monkeypatch):
     assert [row["loss"] for row in deep] == pytest.approx([row["loss"] for row in wide], rel=1e-5)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_routers_loss_does_not_grow_with_accumulation(lab, monkeypatch, smoothing):
-    """It is the mean over the micro-batches, whose own losses differ a little from the whole's."""
-    options = {"label_smoothing_factor": smoothing, "learning_rate": 0.0}
-    wide, evaluated = run(lab, monkeypatch, make_moe, "wide", batch=8, **options)
-    deep, again = run(lab, monkeypatch, make_moe, "deep", batch=1, accumulate=8, **options)
-    for row, other in zip(wide, deep, strict=True):
-        # The router's part is about 2.1 of 7.7; growing with accumulation it would be 17.
-        assert other["loss"] == pytest.approx(row["loss"], rel=0.1)
-        both = evaluated["eval_loss"] + evaluated["eval_router_loss"]
-        assert row["loss"] == pytest.approx(both, rel=0.1)
-        assert row["router_loss"] == pytest.approx(evaluated["eval_router_loss"], rel=0.1)
-    assert again["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-2)
+ROUTERS = ({}, {"router_aux_loss": 0.5, "router_z_loss": 0.1})
 
 
+@pytest.mark.parametrize("options", ROUTERS, ids=("own", "asked"))
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_routers_losses_are_the_same_however_a_step_is_cut(
+    lab, monkeypatch, smoothing, options
+):
+    given = {"label_smoothing_factor": smoothing, "learning_rate": 1e-3}
+    given["given"] = {"of_model": options}
+    (wide, evaluated), *others = (
+        run(
+            lab, monkeypatch, make_moe, f"{size}", batch=size, accumulate=8 // size,
+            per_device_eval_batch_size=size, **given,
+        )
+        for size in (8, 2, 1)
+    )  # fmt: skip
+    keys = [k for k in ("loss", "grad_norm", "router_loss", "router_z_loss") if k in wide[0]]
+    assert len(keys) == 3 + ("router_z_loss" in options)
+    assert wide[0]["router_loss"] == pytest.approx(evaluated["eval_router_loss"], rel=0.1)
+    for rows, again in others:
+        for row, other in zip(wide, rows, strict=True):
+            assert [other[k] for k in keys] == pytest.approx([row[k] for k in keys], rel=2e-5)
+        for key in evaluated.keys() & {"eval_loss", "eval_router_loss", "eval_router_z_loss"}:
+            assert again[key] == pytest.approx(evaluated[key], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", ROUTERS, ids=("own", "asked"))
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_routers_loss_does_not_grow_with_the_ranks(stage, smoothing, tmp_path):
-    """Two micro-batches on one rank, or one of them on each of two: the same means of means.
-
-    fp32 sums in another order: 1e-5. Growing with the ranks the loss would be 10, not 8.
-    """
-    case, options = "train.router_cases:train", {"label_smoothing_factor": smoothing}
-    one = tmp_path / "one"
-    (wanted,) = run_ranks(case, world_size=1, root=str(one), batch=4, accumulate=2, **options)
-    two = run_ranks(case, root=str(tmp_path), batch=4, accumulate=1, stage=stage, **options)
-    assert two[0] == two[1]
-    for ours, theirs in zip(two[0], wanted, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+def test_the_routers_losses_are_the_same_on_any_number_of_ranks(stage, options, tmp_path):
+    """Eight rows: on one rank at once, and on two in one or two micro-batches each."""
+    case = "train.router_cases:train"
+    one, options = str(tmp_path / "one"), {"factors": options}
+    (wanted,) = run_ranks(case, world_size=1, root=one, batch=8, accumulate=1, **options)
+    for batch, accumulate in ((4, 1), (2, 2)):
+        root = tmp_path / f"{batch}"
+        root.mkdir()
+        two = run_ranks(
+            case, root=str(root), batch=batch, accumulate=accumulate, stage=stage, **options
+        )
+        assert two[0] == two[1]
+        for ours, theirs in zip(two[0], wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=3e-5)
 
 
 def test_without_accumulation_it_is_the_models_own(lab, monkeypatch):

@@ -70,6 +70,8 @@ class LossSetup:
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
     teacher: nn.Module | None = None
+    router_aux_loss: float | None = None
+    router_z_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Step:
         trainer_divides: Trainer divides the returned loss by ``num_micro_batches``.
         trainer_loss: transformers' own ``compute_loss`` of (model, inputs, num_items): the loss
             that the model returns, times ``num_ranks`` where it took the number; and its outputs.
+        total: what the ranks that share ``num_items`` have of a sum, together.
     """
 
     num_items: torch.Tensor | int | None
@@ -92,6 +95,7 @@ class Step:
     trainer_loss: Callable[
         [nn.Module, dict[str, Any], torch.Tensor | int | None], tuple[torch.Tensor, Any]
     ]
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda mine: mine
 
     def share(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """What ``Loss.training`` returns for a sum of losses: its part of the step's mean."""
@@ -109,11 +113,9 @@ class EvaluatedBatch:
 
     Attributes:
         loss_sum: 0-d, over the items of the batch.
-        router_loss: 0-d, the routers' auxiliary loss, a mean; None without one.
     """
 
     loss_sum: torch.Tensor
-    router_loss: torch.Tensor | None = None
 
 
 class Metrics(Protocol):

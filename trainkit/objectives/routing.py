@@ -5,13 +5,17 @@ Counted on the device while batches go by, over tokens that are no padding. E ex
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.auto_class import without_adapters
+from trainkit.errors import ModelError
 from trainkit.models.linears import expert_parameters
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
@@ -20,10 +24,11 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class Routing:
-    """The routers' loss and the loads of experts since the last `take`.
+    """The routers' losses and the loads of experts since the last `take`.
 
     Attributes:
-        sums: float64: the loss and its weight, then how many tokens each expert of each layer got.
+        sums: float64: two losses and their weight, then how many tokens each expert of each layer
+            got.
         layers: the names of the layers, and how many experts they have.
         reached: by a layer's name, how many tokens with a target each expert got in all; kept until
             somebody has emptied it and set it to None.
@@ -43,7 +48,7 @@ class Routing:
                 modules[name].register_forward_pre_hook(self._count, with_kwargs=True)
         self._names = names
         self._places: dict[str, slice] = {}  # of a layer's counts among the sums
-        end = 2
+        end = 3
         for name, number in self.layers.items():
             self._places[name] = slice(end, end + number)
             end += number
@@ -55,22 +60,15 @@ class Routing:
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """These tokens go through the model now."""
-        labels, ids = inputs.get("labels"), inputs["input_ids"]
-        targets = inputs.get("shift_labels")
-        if targets is None and labels is not None:
-            targets = next_tokens(labels, IGNORE_INDEX)
+        targets = targets_of(inputs)
         self._aimed = None if targets is None else (targets != IGNORE_INDEX).flatten()
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            self._real = mask.flatten() != 0
-        else:
-            self._real = ~_tails(ids, inputs.get("position_ids"), targets).flatten()
+        self._real = real_tokens(inputs)
 
-    def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """A part of a step's routers' loss."""
-        sums = self._made(loss.device)
-        sums[0] += loss.detach().double() * weight
-        sums[1] += weight
+    def add_losses(self, losses: Tensor, weight: Tensor | float) -> None:
+        """A part of a step's routers' losses (2,), and what it has of the step."""
+        sums = self._made(losses.device)
+        sums[:2] += losses.detach()
+        sums[2] += weight
 
     @torch.no_grad()
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,14 +99,12 @@ class Routing:
         return self.sums
 
     def rows(self, sums: Sequence[float]) -> dict[str, float]:
-        """The routers' loss; of each layer the largest share of an expert, and three more figures.
+        """The routers' losses; of each layer the largest share of an expert, and three more.
 
         Those are the loads' standard deviation over their mean, how many experts got nothing, and
         the entropy over that of equal shares.
         """
-        found: dict[str, float] = {}
-        if sums[1]:
-            found["router_loss"] = sums[0] / sums[1]
+        found = _named(sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else {}
         for name, size in self.layers.items():
             loads = torch.tensor(list(sums[self._places[name]]), dtype=torch.float64)
             if not loads.any():
@@ -126,10 +122,144 @@ class Routing:
         return found
 
 
+class RouterLosses:
+    """The losses of a model's routers, of a whole step, and of a whole evaluation.
+
+    The auxiliary loss is transformers' `load_balancing_loss_func`, of all tokens that are no
+    padding: E sum_e (C_e / N) (P_e / N), where expert e was chosen C_e times, P_e sums its
+    probabilities, and N counts tokens, in all layers together. The z loss is the mean of
+    logsumexp(logits)^2. Gradients go through P alone: with C and N of the whole, a part's losses
+    are sums over its own tokens, so they come to the same whatever the whole is cut into.
+
+    Args:
+        model: whose ``forward`` returns its routers' logits.
+        own: the factor that it has for the auxiliary loss itself.
+        aux: the factor of the auxiliary loss; None for the model's own.
+        z: the factor of the z loss.
+
+    Attributes:
+        seen: what `count` says of the whole step, over all ranks; None before it is known.
+        shape: of the sums.
+        sums: float64, what `count` says since the last `take`; None before a batch.
+
+    Raises:
+        ModelError: the model has no such losses.
+    """
+
+    def __init__(self, model: nn.Module, own: float, aux: float | None, z: float) -> None:
+        base = without_adapters(model)
+        text = base.config.get_text_config()
+        self.factors = (own if aux is None else aux, z)
+        self.forward_options = {} if aux is None and not z else {"output_router_logits": True}
+        self.is_on = bool(self.forward_options) or bool(
+            getattr(text, "output_router_logits", False) and own
+        )
+        self.seen: Tensor | None = None
+        self.sums: Tensor | None = None
+        if self.is_on:
+            self._experts, self._chosen = _sizes(base, text)
+            self.shape = (2 * self._experts + 2,)
+
+    def count(self, outputs: Any, real: Tensor) -> Tensor:
+        """(2E + 2,) float64: C, P, the sum for the z loss, and N; with gradients in P and z.
+
+        Args:
+            outputs: the model's.
+            real: (T,), which tokens are no padding.
+        """
+        number, weight = self._experts, real.float()
+        choices, found = weight.new_zeros(number).double(), weight.new_zeros(number)
+        z = weight.new_zeros(1)
+        for logits in outputs["router_logits"]:
+            rows = logits.reshape(-1, number)
+            shares = rows.softmax(-1)
+            index = shares.topk(self._chosen, -1).indices.flatten()
+            choices.scatter_add_(0, index, weight.double().repeat_interleave(self._chosen))
+            found = found + (shares.float() * weight[:, None]).sum(0)
+            if self.factors[1]:
+                z = z + (rows.float().logsumexp(-1).square() * weight).sum()
+        tokens = weight.double().sum() * len(outputs["router_logits"])
+        return torch.cat((choices, found.double(), z.double(), tokens[None]))
+
+    def add(self, outputs: Any, real: Tensor) -> None:
+        """A batch of an evaluation."""
+        counts = self.count(outputs, real).detach()
+        self.sums = counts if self.sums is None else self.sums + counts
+
+    def losses(self, mine: Tensor, whole: Tensor) -> Tensor:
+        """(2,) float64, the part that has ``mine`` of a ``whole``, times the factors."""
+        number, tokens = self._experts, whole[-1].clamp(min=1)
+        balance = number * (whole[:number] / tokens * mine[number:-2]).sum() / tokens
+        return torch.stack((balance, mine[-2] / tokens)) * balance.new_tensor(self.factors)
+
+    def take(self, device: torch.device) -> Tensor:
+        """As `Together` has it."""
+        sums, self.sums = self.sums, None
+        return torch.zeros(self.shape, dtype=torch.float64, device=device) if sums is None else sums
+
+    def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """The losses of all that was added."""
+        whole = torch.tensor(list(sums), dtype=torch.float64)
+        balance, z = self.losses(whole, whole).tolist()
+        return _named(balance, z, prefix) if whole[-1] else {}
+
+
+def _named(balance: float, z: float, prefix: str = "") -> dict[str, float]:
+    found = {f"{prefix}router_loss": balance, f"{prefix}router_z_loss": z}
+    return found if z else {f"{prefix}router_loss": balance}
+
+
+def _sizes(base: Any, text: Any) -> tuple[int, int]:
+    """How many experts there are, and how many a token is given, as the losses count them.
+
+    Raises:
+        ModelError: the model's auxiliary loss is another one, or it returns no logits of routers.
+    """
+    sizes = [
+        next((n for n in (getattr(at, name, None) for at in (base, text)) if n), 0)
+        for name in ("num_experts", "num_experts_per_tok")
+    ]
+    theirs = getattr(sys.modules[type(base).__module__], "load_balancing_loss_func", None)
+    keys = inspect.signature(base.forward).parameters
+    if theirs is not None and "output_router_logits" in keys and all(sizes):
+        with torch.random.fork_rng(devices=()):
+            logits = tuple(torch.randn(2, 5, sizes[0]).unbind())
+        ours = object.__new__(RouterLosses)
+        ours._experts, ours._chosen = sizes
+        ours.factors = (1.0, 0.0)
+        whole = ours.count({"router_logits": logits}, torch.ones(5, dtype=torch.bool))
+        try:
+            value = theirs(logits, *sizes)
+        except TypeError:
+            value = None
+        if value is not None and abs(float(value - ours.losses(whole, whole)[0])) < 1e-4:
+            return sizes[0], sizes[1]
+    raise ModelError(
+        f"the routers of {text.model_type} have no auxiliary loss of transformers' form",
+        where="model.router_aux_loss",
+        fix="remove router_aux_loss and router_z_loss, and leave output_router_logits false in "
+        "the model's config.json",
+    )
+
+
 def _counts(index: Tensor, chosen: Tensor, number: int) -> Tensor:
     """How often each number below ``number`` is in index (T K), of the tokens that are chosen."""
     weights = chosen.double().repeat_interleave(len(index) // len(chosen))
     return weights.new_zeros(number + 1).scatter_add_(0, index, weights)[:number]
+
+
+def targets_of(inputs: dict[str, Any]) -> Tensor | None:
+    """What each token is to predict, (B, S), where labels say so."""
+    labels, targets = inputs.get("labels"), inputs.get("shift_labels")
+    return targets if labels is None or targets is not None else next_tokens(labels, IGNORE_INDEX)
+
+
+def real_tokens(inputs: dict[str, Any]) -> Tensor:
+    """(T,): which tokens are no padding."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return mask.flatten() != 0
+    return ~_tails(ids, inputs.get("position_ids"), targets_of(inputs)).flatten()
 
 
 def _tails(ids: Tensor, positions: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -146,6 +276,12 @@ def _tails(ids: Tensor, positions: Tensor | None, targets: Tensor | None) -> Ten
 
 class Together:
     """Several figures as one."""
+
+    @classmethod
+    def of(cls, *parts: Any) -> Together | None:
+        """Those that there are; None for none."""
+        there = [each for each in parts if each is not None]
+        return cls(there) if there else None
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts

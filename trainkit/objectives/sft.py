@@ -30,7 +30,7 @@ from trainkit.objectives.objective import (
     RowShape,
     Step,
 )
-from trainkit.objectives.routing import Routing, Together
+from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
@@ -40,9 +40,9 @@ class TokenMeanLoss:
 
     A step's loss is the sum over its trained tokens, divided by their number over all micro-batches
     and ranks. Most classes divide by a number that they are given. Some (``accepts_loss_kwargs =
-    False``: gemma4, gemma3n and others) return the mean of their own micro-batch, and a router's
-    auxiliary loss is a mean over whatever it is given: both weigh what the micro-batch has of the
-    step's trained tokens. The evaluation keeps the routers' loss apart.
+    False``: gemma4, gemma3n and others) return the mean of their own micro-batch, which weighs what
+    the micro-batch has of the step's trained tokens. What a model adds for its routers is taken out
+    again for `RouterLosses`, which evaluations keep apart.
     """
 
     def __init__(self, setup: LossSetup) -> None:
@@ -61,15 +61,43 @@ class TokenMeanLoss:
         self._smoothing = 0.0 if from_head else smoothing
         self._smoother = LabelSmoother(epsilon=smoothing) if self._smoothing else None
         self._takes_num_items = setup.takes_num_items
-        self._router_coefficient = _router_coefficient(model)
+        self._own_factor = _router_coefficient(model)
+        self.routers = RouterLosses(
+            model, self._own_factor, setup.router_aux_loss, setup.router_z_loss
+        )
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self._sources, self.eval_metrics = (
+        self._sources, self._eval_sources = (
             SourceLosses(model, sources) if sources else None
             for sources in (setup.train_sources, setup.eval_sources)
         )
         self._routing = Routing(model) if expert_parameters(model) else None
-        parts = [each for each in (self._sources, self._routing) if each is not None]
-        self.train_metrics = Together(parts) if parts else None
+        self.train_metrics = Together.of(self._sources, self._routing)
+        self.eval_metrics = Together.of(
+            self._eval_sources, self.routers if self.routers.is_on else None
+        )
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Whether a step of several micro-batches must be counted before its first gradient."""
+        return self.routers.is_on
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """As `Ahead` has it."""
+        return self.routers.seen
+
+    @seen.setter
+    def seen(self, counts: torch.Tensor | None) -> None:
+        self.routers.seen = counts
+
+    def ahead(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the routers' losses must know of a step, of a micro-batch of it."""
+        given = dict(inputs)
+        self._taken(given)
+        one = torch.ones((), device=given["labels"].device)
+        extra = {"num_items_in_batch": one} if self._takes_num_items else {}
+        outputs = model(**given, **extra, **self.routers.forward_options)
+        return self.routers.count(outputs, real_tokens(given)).detach()
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Trained tokens; the batch carries their number to where the loss is computed."""
@@ -84,25 +112,32 @@ class TokenMeanLoss:
         parts, takes = step.num_micro_batches, self._takes_num_items
         if self._routing is not None:
             self._routing.begin(inputs)
-        # Of the step's trained tokens, over all ranks.
-        share = 0.0 if step.num_items is None else num_trained / step.num_items
+        real = real_tokens(inputs) if self.routers.is_on else None
+        given = {**inputs, **self.routers.forward_options}
         if self._smoother is not None:
             # Trainer's own way would leave the routers out, and the shift by one for some classes.
-            loss, router, outputs = self._from_logits(model, inputs, step.num_items)
-            loss = loss if router is None else loss + router * share
+            loss, outputs = self._from_logits(model, given, step.num_items)
             loss = loss * step.num_ranks
             loss = loss if takes else loss * parts
         else:
-            loss, outputs = step.trainer_loss(model, inputs, step.num_items if takes else None)
-            router = self._router(outputs)
-            if takes:  # it is in the loss whole, and once for each rank
-                loss = loss if router is None else loss - router * (step.num_ranks * (1 - share))
+            loss, outputs = step.trainer_loss(model, given, step.num_items if takes else None)
+            own = self._own(outputs)
+            if takes:
+                loss = loss - own * step.num_ranks
             else:
+                # Of the step's trained tokens, over all ranks.
+                share = 0.0 if step.num_items is None else num_trained / step.num_items
                 if not num_trained:  # the mean of nothing is NaN; its gradient is zero
                     loss = loss.nan_to_num()
-                loss = loss * share * step.num_ranks * parts
-        if router is not None and self._routing is not None:
-            self._routing.add_loss(router, share)
+                loss = (loss - own) * share * step.num_ranks * parts
+        if real is not None:
+            mine = self.routers.count(outputs, real)
+            if self.seen is None:  # a step of one micro-batch
+                self.seen = step.total(mine.detach())
+            added = self.routers.losses(mine, self.seen)
+            if self._routing is not None:
+                self._routing.add_losses(added, mine[-1].detach() / self.seen[-1])
+            loss = loss + added.sum().to(loss) * (step.num_ranks * (1 if takes else parts))
         self._tell_apart(self._sources, aimed, outputs)
         return loss, outputs
 
@@ -110,17 +145,22 @@ class TokenMeanLoss:
         """The same quantity, from the same parts."""
         aimed, num_trained = self._taken(inputs)
         one = torch.ones((), device=inputs["labels"].device)
+        given = {**inputs, **self.routers.forward_options}
         if self._smoother is not None:
-            loss, router, outputs = self._from_logits(model, inputs, one)
+            loss, outputs = self._from_logits(model, given, one)
         else:
-            given = {"num_items_in_batch": one} if self._takes_num_items else {}
-            outputs = model(**inputs, **given)
-            loss, router = outputs["loss"], self._router(outputs)
-            loss = loss if router is None else loss - router
+            outputs = model(
+                **given, **({"num_items_in_batch": one} if self._takes_num_items else {})
+            )
+            loss = outputs["loss"] - self._own(outputs)
             if not self._takes_num_items:
                 loss = loss * num_trained if num_trained else torch.zeros_like(loss)
-        self._tell_apart(self.eval_metrics, aimed, outputs)
-        return EvaluatedBatch(loss, router if num_items else None)
+        if (
+            self.routers.is_on and num_items
+        ):  # a rank without rows repeats one, of which none counts
+            self.routers.add(outputs, real_tokens(inputs))
+        self._tell_apart(self._eval_sources, aimed, outputs)
+        return EvaluatedBatch(loss)
 
     def _taken(
         self, inputs: dict[str, Any]
@@ -143,8 +183,8 @@ class TokenMeanLoss:
 
     def _from_logits(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """The loss with smoothed labels, divided by a number; the routers' loss; the outputs."""
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss with smoothed labels, divided by a number; the outputs."""
         assert self._smoother is not None
         given = dict(inputs)
         labels = given.pop("labels")
@@ -152,13 +192,12 @@ class TokenMeanLoss:
         if targets is None:
             targets = next_tokens(labels, IGNORE_INDEX)
         outputs = model(**given)
-        loss = self._smoother(outputs, targets, num_items_in_batch=num_items)
-        return loss, self._router(outputs), outputs
+        return self._smoother(outputs, targets, num_items_in_batch=num_items), outputs
 
-    def _router(self, outputs: Any) -> torch.Tensor | None:
-        """The router's part of a micro-batch's loss."""
-        auxiliary = outputs.get("aux_loss") if self._router_coefficient else None
-        return None if auxiliary is None else self._router_coefficient * auxiliary
+    def _own(self, outputs: Any) -> torch.Tensor | float:
+        """What the model has added for its routers."""
+        auxiliary = outputs.get("aux_loss") if self._own_factor else None
+        return 0.0 if auxiliary is None else self._own_factor * auxiliary
 
     def _tell_apart(
         self,

@@ -184,6 +184,19 @@ class ModelOptions(Section):
     add_special_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None, description="The same for control tokens, which answers are printed without."
     )
+    router_aux_loss: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Of a mixture of experts: what the loss that balances them weighs. Null is as "
+        "the model's config.json has it, which mostly leaves it out.",
+    )
+    router_z_loss: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Likewise, of the squared logsumexp of the routers' logits.",
+    )
     revision: Annotated[str | None, OnResume(CONSENT)] = Field(
         None, description="Branch, tag or commit of a hub repository."
     )

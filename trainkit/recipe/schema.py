@@ -233,6 +233,14 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
 
 def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
     """Recipes that compare two answers."""
+    routers = [k for k in ("router_aux_loss", "router_z_loss") if getattr(recipe.model, k)]
+    if routers and recipe.objective != DEFAULT_OBJECTIVE:
+        yield (
+            f"model.{routers[0]}",
+            f"objective: {recipe.objective} takes answers' log-probabilities alone, and nothing of "
+            "what a model adds for its routers",
+            "remove it",
+        )
     objective, given, lora = recipe.objective, recipe.preference, recipe.lora
     if objective not in COMPARING:
         if given is not None:

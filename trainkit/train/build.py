@@ -382,7 +382,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
             hooks += try_hooks(run)  # after the record of this start
         hooks.append(MarkProgress())
     hooks += [Displacement()] if recipe.objective in REFERRING and run.process.is_main else []
-    hooks += [LookAhead()] if run.data.objective.looks_ahead else []
+    hooks += [LookAhead()]
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:

@@ -121,8 +121,8 @@ class Evaluations(Hook):
         args, layout, loss = loop.args, loop.layout, loop.loss
         batches, num_samples = self.batches(loop)
         started = time.time()
-        # Losses and their items; routers' losses and the batches that have them; trained tokens.
-        totals = torch.zeros(5, dtype=torch.float64, device=args.device)
+        # Losses, their items, trained tokens.
+        totals = torch.zeros(3, dtype=torch.float64, device=args.device)
         if loop.run.data.objective.looks_ahead:
             given = [dict(batch) for batch in batches]
             for batch in given:
@@ -138,22 +138,17 @@ class Evaluations(Hook):
                 if found is not None:
                     totals[0] += found.loss_sum.double() * layout.counts_losses
                 totals[1] += counts.num_items * layout.counts_rows
-                if found is not None and found.router_loss is not None:
-                    totals[2] += found.router_loss.double()
-                    totals[3] += 1
-                totals[4] += counts.num_trained_tokens * layout.counts_rows
+                totals[2] += counts.num_trained_tokens * layout.counts_rows
         own = loss.eval_metrics
         if own is not None:
             mine = own.take(totals.device).flatten()
             totals = torch.cat((totals, mine * layout.counts_losses))
         totals = loop.ranks.reduce(totals, reduction="sum")
-        loss_sum, num_items, router_sum, num_batches, num_tokens, *sums = totals.tolist()
+        loss_sum, num_items, num_tokens, *sums = totals.tolist()
         row = {
             "eval_loss": loss_sum / max(num_items, 1),
             "eval_num_trained_tokens": int(num_tokens),
         }
-        if num_batches:
-            row["eval_router_loss"] = router_sum / num_batches
         if own is not None:
             row |= own.rows(sums, "eval_")
         num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
@@ -226,17 +221,21 @@ def look_ahead(loop: LoopState, batches: Iterable[dict[str, Any]]) -> None:
     loss = cast(Ahead, loop.loss)
     with evaluation_mode(loop.wrapped):
         each = [loop.engine.evaluate(loop.prepare(batch), loss.ahead) for batch in batches]
-    loss.seen = loop.ranks.reduce(torch.stack(each).sum(0))
+    loss.seen = loop.total(torch.stack(each).sum(0), counted=loop.layout.counts_losses)
 
 
 class LookAhead(Hook):
     """Before each step, what its loss must know of the whole of it."""
 
     def before_step(
-        self, loop: LoopState, micro: Sequence[dict[str, Any]], counts: Any, seconds: float
+        self, loop: LoopState, micro: Sequence[dict[str, Any]], items: Any, seconds: float
     ) -> None:
         """The micro-batches are there, and nothing of them is computed yet."""
-        look_ahead(loop, micro)
+        counts = getattr(loop.loss, "counts_ahead", False)
+        if loop.run.data.objective.looks_ahead or (counts and len(micro) > 1):
+            look_ahead(loop, micro)
+        elif counts:  # a single micro-batch is counted as it goes by
+            cast(Ahead, loop.loss).seen = None
 
 
 class Displacement(Hook):

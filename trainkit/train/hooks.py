@@ -144,6 +144,8 @@ class LoopState:
                 preference=run.recipe.preference,
                 distill=run.recipe.distill,
                 teacher=run.teacher,
+                router_aux_loss=run.recipe.model.router_aux_loss,
+                router_z_loss=run.recipe.model.router_z_loss,
             )
         )
         self.stream = stream_state(self.train_data, args, layout)
@@ -216,6 +218,12 @@ class LoopState:
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in inputs.items()
         }
+
+    def total(self, mine: torch.Tensor, *, counted: bool) -> torch.Tensor:
+        """What the ranks that share a step's denominator have of a sum, those that are counted."""
+        if not self.args.average_tokens_across_devices:
+            return mine
+        return self.ranks.reduce(mine if counted else torch.zeros_like(mine))
 
     def sharing(self) -> AbstractContextManager[Any]:
         """Within, attention knows where ranks have a part of each row."""

@@ -134,6 +134,7 @@ class Loop(LoopState):
             num_ranks=self.num_loss_ranks,
             trainer_divides=divides,
             trainer_loss=self._model_loss,
+            total=partial(self.total, counted=self.layout.counts_losses),
         )
         with self.sharing():
             loss, _ = self.loss.training(model, batch, step)
@@ -154,10 +155,8 @@ class Loop(LoopState):
         """What a step's losses are divided by: the items of its rows, those of all data ranks."""
         # Filled on the device: a copy from the host would wait for the step before.
         count = torch.full((), sum(each.num_items for each in counts), device=self.args.device)
-        if self.args.average_tokens_across_devices:
-            mine = count if self.layout.counts_rows else torch.zeros_like(count)
-            count = self.ranks.reduce(mine)
-        return count / 1  # as a fraction, since it divides fractions
+        # as a fraction, since it divides fractions
+        return self.total(count, counted=self.layout.counts_rows) / 1
 
     def _model_loss(
         self, model: nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None
