@@ -32,7 +32,7 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 384, "code": 61_200, "words": 10_700},
+    "trainkit": {"files": 384, "code": 61_450, "words": 10_700},
     "tests": {"code": 40_300},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_400},

@@ -22,6 +22,7 @@ SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     [
         (LARGE, "lora", "24g", 1),
         (LARGE, "qlora", "10g", 1),
+        (LARGE, "fp8", "4090", 1),
         (LARGE, "lora", "h100", 4),
         (LARGE, "full", "a100-40g", 8),
         (LARGE, "full", "24g", 2),
@@ -50,6 +51,13 @@ def test_what_cannot_fit_is_refused_with_the_way_out():
     with pytest.raises(RecipeError, match="nothing that trains the same weights") as refused:
         fitted_recipe(LARGE, [], "lora", gpu_of("2g"))
     assert "--method" in refused.value.fix
+
+
+def test_a_base_in_eight_bits_needs_a_gpu_that_multiplies_so():
+    with pytest.raises(RecipeError, match="no cores for fp8") as refused:
+        fitted_recipe(LARGE, [], "fp8", gpu_of("a100-80g"))
+    assert refused.value.where == "--method"
+    assert "quantize: fp8" in fitted_recipe(LARGE, [], "fp8", gpu_of("h100")).text
 
 
 def test_a_model_of_unknown_size_is_written_without_figures():

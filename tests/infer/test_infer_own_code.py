@@ -229,7 +229,7 @@ def test_changed_code_of_a_run_is_not_run(root):
 
 def test_a_part_of_a_model_is_never_built_by_asking_the_terminal(tmp_path, monkeypatch):
     """Left out, ``trust_remote_code`` makes transformers ask, and run the code on a yes."""
-    from trainkit.lora.quant import refuse_unpacked_experts
+    from trainkit.auto_class import empty_model
     from trainkit.models.attention.packable import skeleton_of
 
     make(tmp_path / "fresh", tmp_path / "mark", is_known=False)  # nobody has allowed it before
@@ -238,9 +238,9 @@ def test_a_part_of_a_model_is_never_built_by_asking_the_terminal(tmp_path, monke
     (tmp_path / "mark").unlink()
     assert skeleton_of(config) is None
     with pytest.raises(ValueError, match="trust_remote_code"):
-        refuse_unpacked_experts(config, "it")
+        empty_model(config, trust_remote_code=False)
     assert not (tmp_path / "mark").exists()
-    refuse_unpacked_experts(config, "it", trust_remote_code=True)
+    empty_model(config, trust_remote_code=True)
 
 
 def test_an_adapter_keeps_the_revision_of_its_base(tmp_path):

@@ -11,6 +11,7 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_joint,
+    fp8_read,
     fp8_transpose,
 )
 from trainkit.kernels.fp8.reference import FP8, fp8_quantize_reference
@@ -107,6 +108,18 @@ def test_transposed_codes_give_the_product_with_the_weight_itself(device):
         for dy, (code, scale) in zip(dys, stored, strict=True)
     )
     assert (found.double() - same).norm() / same.norm() < RMS_STEP  # dy's rounding alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_codes_are_read_as_they_stand(dtype, device):
+    """Every code but NaN, at scales from small to large; exact where the dtype holds them."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(13, 3)
+    codes[codes & 127 == 127] = 0
+    scales = 2.0 ** torch.arange(-6, 7, device=device)[:, None]
+    found = fp8_read(codes, scales, dtype)
+    wanted = codes.cpu().view(torch.float8_e4m3fn).double() * scales.cpu().double()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=0)
 
 
 def test_shapes_that_the_tensor_cores_take():

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainkit import kernels
 from trainkit.errors import ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach
-from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.models.proof.compare import Wide
 from trainkit.patching import patch
@@ -84,18 +83,6 @@ def test_all_linear_adapts_the_experts_at_the_recipe_s_rank_and_not_the_router(f
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(make(family), tmp_path).eval()
     torch.testing.assert_close(again(input_ids=ids).logits, trained)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eight_bits_that_would_leave_the_experts_are_refused(family):
-    with pytest.raises(RecipeError, match=r"experts of it, .*GiB") as error:
-        refuse_unpacked_experts(config(family), "it", "fp8")
-    assert "nf4" in error.value.fix
-    refuse_unpacked_experts(config(family), "it", "nf4")
-
-
-def test_a_dense_model_may_be_packed():
-    refuse_unpacked_experts(AutoConfig.for_model("qwen2", **SIZES), "it")
 
 
 @pytest.mark.parametrize(

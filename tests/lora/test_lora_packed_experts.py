@@ -1,4 +1,4 @@
-"""Experts in 4 bits: what is computed, what is kept, and a run over them from end to end."""
+"""Experts in 4 and 8 bits: what is computed, what is kept, and a run over them from end to end."""
 
 import json
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trainkit.lora import LoraOptions, attach
 from trainkit.lora.report import describe_adapters
 from trainkit.models.linears import expert_parameters, num_weights
-from trainkit.models.packed_experts import quantize_to_nf4, states_of
+from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4, states_of
 from trainkit.patching import patch
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "llama4_text", "glm4_moe")
@@ -28,15 +28,28 @@ def as_read(packed, plain):
         for name, module in packed.named_modules():
             other = plain.get_submodule(name)
             for key, state in states_of(module).items():
-                getattr(other, key).copy_(dequantize_4bit(getattr(module, key), state))
+                codes = getattr(module, key)
+                if codes.dtype == torch.uint8:
+                    numbers = codes.view(torch.float8_e4m3fn).float() * state.scales
+                    getattr(other, key).copy_(numbers.view(state.shape))
+                else:
+                    getattr(other, key).copy_(dequantize_4bit(codes, state))
             if type(module).__name__ == "Linear4bit":
                 other.weight.copy_(dequantize_4bit(module.weight, module.weight.quant_state))
     return plain
 
 
-def pair(family, **options):
+def pack_nf4(model):
+    quantize_to_nf4(model, torch.device("cpu"), torch.float32)
+
+
+def pack_fp8(model):
+    assert "gate" in experts_to_fp8(model, torch.device("cpu"))
+
+
+def pair(family, pack=pack_nf4, **options):
     packed = make(family)
-    quantize_to_nf4(packed, torch.device("cpu"), torch.float32)
+    pack(packed)
     plain = as_read(packed, make(family))
     models = []
     for model in (packed, plain):
@@ -59,9 +72,10 @@ def step(model):
 
 
 @pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("pack", [pack_nf4, pack_fp8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_is_that_of_the_weights_that_the_codes_stand_for(family, kernels):
-    packed, plain = pair(family)
+def test_a_step_is_that_of_the_weights_that_the_codes_stand_for(family, pack, kernels):
+    packed, plain = pair(family, pack)
     wanted = step(plain)
     if kernels:
         report = patch(packed)
@@ -100,6 +114,29 @@ def test_four_bits_are_what_is_kept():
     assert total["weights"] > weights
 
 
+def test_eight_bits_are_what_is_kept():
+    """A byte a weight, each within a sixteenth, and a scale a row; a stack that trains stays."""
+    plain, model = make("qwen3_moe"), make("qwen3_moe")
+    pack_fp8(model)
+    for name, codes in expert_parameters(model).items():
+        weight = plain.get_parameter(name)
+        assert (codes.dtype, codes.numel(), num_weights(codes)) == (torch.uint8,) + 2 * (
+            weight.numel(),
+        )
+        owner, _, key = name.rpartition(".")
+        state = states_of(model.get_submodule(owner))[key]
+        assert state.scales.shape == (weight.shape[0] * weight.shape[1], 1)
+        numbers = (codes.view(torch.float8_e4m3fn).float() * state.scales).view(weight.shape)
+        assert bool(
+            ((numbers - weight).abs() <= weight.abs() / 16 + weight.abs().max() / 448).all()
+        )
+    total = describe_adapters(attach(model, LoraOptions(r=4)))["storage"]["fp8"]
+    assert total["weights"] == sum(map(num_weights, expert_parameters(model).values()))
+    kept = make("qwen3_moe")
+    experts_to_fp8(kept, torch.device("cpu"), ("experts",))
+    assert not any(map(states_of, kept.modules()))
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_no_weight_in_full_lives_between_forward_and_backward(kernels):
     packed, _ = pair("qwen3_moe")
@@ -118,23 +155,26 @@ def test_no_weight_in_full_lives_between_forward_and_backward(kernels):
     assert max(kept) < whole
 
 
-def test_a_run_over_them_goes_on_and_is_merged(tmp_path, tiny_tokenizer):
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_a_run_over_them_goes_on_and_is_merged(quantize, tmp_path, tiny_tokenizer):
     make_moe(len(tiny_tokenizer)).save_pretrained(tmp_path / "moe")
     tiny_tokenizer.save_pretrained(tmp_path / "moe")
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project", tmp_path / "moe")
-    words = ["--config", "r.yaml", "lora.quantize=nf4", "training.max_steps=4"]
+    words = ["--config", "r.yaml", f"lora.quantize={quantize}", "training.max_steps=4"]
     assert project.sft(*words, "--output-dir", "whole").code == 0
     assert project.sft(*words, "--output-dir", "parts", stop_at=2).code == 130
     assert project.sft("--resume", "parts").code == 0
     files = [project.root / run / "final/adapter_model.safetensors" for run in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     record = json.loads((project.root / "whole" / "kernels.json").read_text())
-    assert record["adapters"]["storage"]["nf4"]["weights"] > 2 * 8 * 3 * 32 * 16
+    assert record["adapters"]["storage"][quantize]["weights"] >= 2 * 8 * 3 * 32 * 16
     assert trainkit(project.root, "merge", "whole/final", "--output", "merged").code == 0
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
-    quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16)
-    plain = as_read(base, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")).float()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
+    if quantize == "nf4":  # what training saw; over fp8 an adapter is used on the plain base
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
+        quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16)
+        plain = as_read(base, plain).float()
     wanted = PeftModel.from_pretrained(plain, project.root / "whole/final").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(project.root / "merged", dtype=torch.float32)
     for name, parameter in wanted.named_parameters():

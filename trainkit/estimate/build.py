@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import LossOptions, configure
-from trainkit.models.packed_experts import put_codes, read_where_they_run, states_of
+from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
 from trainkit.models.proof.compare import FAILURES
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
@@ -312,16 +312,11 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     with torch.device("meta"):
         if job.base == "nf4":
             _pack(model, _nf4, frozenset())
-            for name in expert_parameters(model):
-                owner, _, key = name.rpartition(".")
-                holder = model.get_submodule(owner)
-                codes, state = _nf4_codes(getattr(holder, key).shape)
-                put_codes(holder, key, codes, state)
-                holder.register_buffer(f"of_state_{key}", state.absmax)
-            read_where_they_run(model)
+            _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"))
             model.is_loaded_in_4bit = True
         elif job.base == "fp8":
             _pack(model, _fp8, job.in_fp8)
+            _pack_experts(model, _fp8_codes)
         if job.upcast:
             for parameter in model.parameters():
                 if not hasattr(parameter, "quant_state"):
@@ -337,6 +332,16 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
         if job.tile_tokens is not None:
             tile(model, job.tile_tokens)
     return model
+
+
+def _pack_experts(model: Any, make: Callable[[torch.Size], tuple[Tensor, Any, str]]) -> None:
+    for name in expert_parameters(model):
+        owner, _, key = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        codes, state, scales = make(getattr(holder, key).shape)
+        put_codes(holder, key, codes, state)
+        holder.register_buffer(f"of_state_{key}", getattr(state, scales))
+    read_where_they_run(model)
 
 
 def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
@@ -428,6 +433,13 @@ def _fp8(linear: nn.Linear) -> nn.Module:
     packed.register_buffer("scale_bits", scales)
     packed.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), False)
     return packed
+
+
+def _fp8_codes(shape: torch.Size) -> tuple[Tensor, Any, str]:
+    """Of a stack of a shape: codes, the state that they are read with, and where it has scales."""
+    rows = shape[:-1].numel()
+    state = Fp8State(torch.empty(rows, 1), shape, torch.bfloat16)
+    return torch.empty(rows, shape[-1], dtype=torch.uint8), state, "scales"
 
 
 def _train_in_fp8(model: Any, job: Job) -> list[Tensor]:

@@ -58,6 +58,7 @@ METHODS = {
     "full": "all weights",
     "lora": "LoRA adapters",
     "qlora": "LoRA over a 4-bit base",
+    "fp8": "LoRA over a base in 8 bits",
     **{name: f"{name} over LoRA adapters" for name in OBJECTIVES},
 }
 """What ``trainkit new --method`` takes, in words."""
@@ -68,6 +69,7 @@ _SMALL = 3_000_000_000
 _COMMENTS = {
     "model.dtype": "of the weights in memory",
     "lora.r": "rank of each adapter",
+    "lora.quantize": "the frozen base in 8 bits, as far as the loss bears it",
     "training.save_only_model": "true: smaller checkpoints, but no --resume",
 }
 """In place of those that speak of the shipped recipe's model."""
@@ -114,7 +116,7 @@ _UNFIT = {
 }
 """Why the model does not take what the shipped recipe has."""
 
-_LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora"}
+_LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora", "fp8": "qwen2-7b-lora"}
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def fitted_recipe(
         values["deepspeed"] = None
     if kind != "full":
         values["lora.r"] = 16
+    values |= _base_of(kind, gpu)
     for key in off or {}:
         values[key] = False
         comments[key] = _UNFIT[key]
@@ -203,6 +206,14 @@ def fitted_recipe(
         text = with_values(text, lower, said)
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
+
+
+def _base_of(method: str, gpu: Gpu) -> dict[str, Any]:
+    if method != "fp8":
+        return {}
+    if not gpu.fp8:
+        raise RecipeError(f"{gpu.name} has no cores for fp8", where="--method", fix="take qlora")
+    return {"lora.quantize": "fp8"}
 
 
 def _of_objective(method: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -15,7 +15,7 @@ class Matrices:
 
     Attributes:
         role: the last part of their name.
-        in_stack: they are experts in one parameter, which nf4 packs and fp8 does not.
+        in_stack: they are experts in one parameter, which a packed base packs, too.
     """
 
     role: str

@@ -110,7 +110,10 @@ def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> A
 
         quantize_to_nf4(model, device, model.dtype)
         return model.to(device)
-    convert(model, device, _left_in_16_bits(model, run))
+    from trainkit.models.packed_experts import experts_to_fp8
+
+    routers = experts_to_fp8(model, device)
+    convert(model, device, [*_left_in_16_bits(model, run), *routers])
     return model.to(device)
 
 

@@ -331,7 +331,7 @@ def load_engine(
             refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
         from trainkit.lora.quant import packs_experts
 
-        late = packed_kind(quantize).convert is not None or packs_experts(source, quantize)
+        late = packed_kind(quantize).convert is not None or packs_experts(source)
         packing = (
             None if late else quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
         )

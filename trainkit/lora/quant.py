@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
@@ -19,7 +19,7 @@ from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters, packed_kind
 from trainkit.models.loading import load_config, load_model
-from trainkit.models.packed_experts import quantize_to_nf4
+from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL
@@ -37,32 +37,10 @@ def refuse_unfit_device(quantize: str, device: torch.device) -> None:
         )
 
 
-def refuse_unpacked_experts(
-    config: PreTrainedConfig, name: str, quantize: str = "nf4", *, trust_remote_code: bool = False
-) -> None:
-    """Refuse a packed base for a model whose experts would stay as they are.
-
-    Linear layers are packed; experts are parameters of three dimensions in transformers 5,
-    and they are most of such a model. The model is built without memory for its weights.
-    """
-    model = empty_model(config, trust_remote_code=trust_remote_code)
-    refuse_read_weights(model, quantize)
-    experts = sum(parameter.numel() for parameter in expert_parameters(model).values())
-    if not experts or quantize == "nf4":
-        return
-    total = sum(parameter.numel() for parameter in model.parameters())
-    raise RecipeError(
-        f"{quantize} packs linear layers only; the experts of {name}, {experts / total:.0%} of its "
-        f"{total / 1e9:.1f} billion weights, would stay in 16 bits ({experts * 2 / 2**30:.1f} GiB)",
-        where="lora.quantize",
-        fix="set lora.quantize: nf4, which packs the experts too, or remove it",
-    )
-
-
-def packs_experts(source: ModelOptions, quantize: str) -> bool:
+def packs_experts(source: ModelOptions) -> bool:
     """Whether there are experts to pack, which transformers' own loading leaves as they are."""
     empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
-    return quantize == "nf4" and bool(expert_parameters(empty))
+    return bool(expert_parameters(empty))
 
 
 def base_with_packed_experts(
@@ -105,6 +83,8 @@ def packed_base(
     with loading_whole():
         model: Any = load_model(source, attention=attention)
     kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
+    # All of them: what is measured are linear layers.
+    kept += experts_to_fp8(model, device, kept)
     if fp8 is None:
         # Read on the host and packed layer by layer: the device never holds it in 16 bits.
         convert(model, device, kept)

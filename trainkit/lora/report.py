@@ -119,7 +119,8 @@ def _storage(model: nn.Module) -> dict[str, dict[str, Any]]:
         if parameter.requires_grad:
             continue
         kind = kinds.get(id(parameter), str(parameter.dtype).removeprefix("torch."))
-        kind = "nf4" if hasattr(parameter, "quant_state") else kind  # experts' too
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # experts' too
+            kind = getattr(state, "kind", "nf4")
         total = totals.setdefault(kind, {"weights": 0, "gib": 0.0})
         total["weights"] += num_weights(parameter)
         total["gib"] += num_elements(parameter) * parameter.element_size() / 2**30

@@ -1,17 +1,19 @@
-"""Experts of a frozen base in 4 bits: codes instead of each stack, read when it is used.
+"""Experts of a frozen base in 4 or 8 bits: codes instead of each stack, read when it is used.
 
-A stack's parameter keeps its name and holds bitsandbytes' nf4 codes; how they are read lies next to
-it, on the module. The kernel of experts reads a stack in its forward pass and again in its backward
-pass. Whatever else runs (Hugging Face's loop, peft's adapters) finds the weights as they were while
-the module runs, and runs again in the backward pass: no copy in 16 bits lives between the two.
+A stack's parameter keeps its name and holds bitsandbytes' nf4 codes, or codes in e4m3 with a scale
+for each row; how they are read lies next to it, on the module. The kernel of experts reads a stack
+in its forward pass and again in its backward pass. Whatever else runs (Hugging Face's loop, peft's
+adapters) finds the weights as they were while the module runs, and runs again in the backward pass:
+no copy in 16 bits lives between the two.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainkit.auto_class import ROUTERS
 from trainkit.kernels.experts.function import Packed
+from trainkit.kernels.fp8.function import fp8_quantize
+from trainkit.kernels.fp8.linear import Fp8Weight
 from trainkit.models.linears import expert_parameters, prepare_for_training
 from trainkit.models.swap import subclass_of
 
@@ -66,6 +70,49 @@ def quantize_to_nf4(
     model.is_loaded_in_4bit = True  # peft's adapters then take the layers for what they are
 
 
+@dataclass
+class Fp8State:
+    """How codes in e4m3, uint8 (rows, columns), are read as a stack.
+
+    Attributes:
+        scales: (rows, 1) fp32, powers of two.
+        shape: of the stack.
+        dtype: that it had.
+    """
+
+    kind: ClassVar[str] = "fp8"
+
+    scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def experts_to_fp8(
+    model: nn.Module, device: torch.device, kept: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Keep a loaded model's experts in e4m3, stack by stack, in place.
+
+    Args:
+        model: with plain weights, on any device; its linear layers stay as they are.
+        device: where the codes go.
+        kept: names of modules, or their last parts, that stay as they are.
+
+    Returns:
+        What else is to stay as it is: the last names of routers, where there are experts.
+    """
+    stacks = expert_parameters(model)
+    for name, parameter in stacks.items():
+        owner, _, key = name.rpartition(".")
+        if not {owner, owner.rpartition(".")[2]}.isdisjoint(kept):
+            continue
+        weight = parameter.detach().to(device)
+        codes, scales = fp8_quantize(weight.reshape(-1, weight.shape[2]))
+        state = Fp8State(scales, weight.shape, weight.dtype)
+        put_codes(model.get_submodule(owner), key, codes.view(torch.uint8), state)
+    read_where_they_run(model)
+    return tuple(ROUTERS) if stacks else ()
+
+
 def put_codes(module: nn.Module, name: str, codes: Tensor, state: Any) -> None:
     """Codes instead of a stack."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
@@ -93,6 +140,8 @@ def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
 
 
 def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(state, Fp8State):
+        return Fp8Weight(state.scales)(codes, dtype).view(state.shape)
     from bitsandbytes.functional import dequantize_4bit
 
     if state.dtype != dtype:

@@ -117,6 +117,6 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
         # the whole row: `sft` proves it on the weights, and here there are none.
         off["data.packing"] = False
     if method != "full":
-        lora = LoraOptions(quantize="nf4" if method == "qlora" else None)
+        lora = LoraOptions(quantize={"qlora": "nf4", "fp8": "fp8"}.get(method))
         refuse_unfit_model(config, packing=False, kernels=False, lora=lora)
     return off

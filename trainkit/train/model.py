@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
+from trainkit.auto_class import empty_model
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
@@ -26,6 +27,7 @@ from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.frozen import freeze
 from trainkit.models.linears import (
     count_parameters,
+    expert_parameters,
     kind_of,
     num_weights,
     packed_kind,
@@ -254,25 +256,21 @@ def _loaded(
         here = device or device_of_ranks()
         quant.refuse_unfit_device(quantize, here)
         with loading_whole():
-            quant.refuse_unpacked_experts(
-                load_config(source),
-                source.name_or_path,
-                quantize,
-                trust_remote_code=source.trust_remote_code,
+            empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
+            quant.refuse_read_weights(empty, quantize)
+            has_experts = bool(expert_parameters(empty))
+        if has_experts and (device is None or reads_parts is not None):
+            raise RecipeError(
+                f"experts in {quantize} are whole on each GPU: codes of a stack have not been "
+                "proved in parts",
+                where="lora.quantize",
+                fix="set parallel.shard: zero2 or none; or remove lora.quantize",
             )
         if packed_kind(quantize).convert is not None:
             return quant.packed_base(source, quantize, lora, fp8, here, attention, loading_whole)
+        if has_experts:
+            return quant.base_with_packed_experts(source, lora, here, attention), None
         quantization = quantization_config(quantize, dtype_of(source))
-        with loading_whole():
-            if quant.packs_experts(source, quantize):
-                if device is None or reads_parts is not None:
-                    raise RecipeError(
-                        "experts in 4 bits are whole on each GPU: codes of a stack have not been "
-                        "proved in parts",
-                        where="lora.quantize",
-                        fix="set parallel.shard: zero2 or none; or remove lora.quantize",
-                    )
-                return quant.base_with_packed_experts(source, lora, here, attention), None
     # Adapters may begin from the base's weights, or be around more than its linear maps.
     reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
     plain = load_model(

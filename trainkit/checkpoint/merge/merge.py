@@ -185,7 +185,7 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
         raise CheckpointError(f"quantisation {options.quantize!r} is not known; {known} are")
     own = str(config.get("torch_dtype", config.get("dtype")))
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
-    names = quantized_names(base, options.quantize, trust_remote_code=options.trust_remote_code)
+    names = quantized_names(base, trust_remote_code=options.trust_remote_code)
     return Packing(options.quantize, names, dtype, options.base)
 
 

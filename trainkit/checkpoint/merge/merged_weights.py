@@ -23,12 +23,10 @@ from trainkit.kernels.fp8.linear import Fp8Weight
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
 
-def quantized_names(directory: Path, quantize: str, *, trust_remote_code: bool = False) -> set[str]:
+def quantized_names(directory: Path, *, trust_remote_code: bool = False) -> set[str]:
     """The weights that a quantised base packs: those of linear layers, but not the output one.
 
-    And of experts in nf4, with which routers stay as they are.
-
-    The model is built without memory for its weights.
+    And of experts, with which routers stay as they are. The model is built without memory.
     """
     from transformers import AutoConfig
 
@@ -41,7 +39,7 @@ def quantized_names(directory: Path, quantize: str, *, trust_remote_code: bool =
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if quantize == "nf4" and parameter.dim() == 3 and holds_experts(name, module)
+        if parameter.dim() == 3 and holds_experts(name, module)
     }
     stay = ROUTERS if stacks else ()
     return stacks | {
@@ -58,10 +56,10 @@ def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     A shape that stays in 16 bits comes back as it is.
     """
     weight = weight.to(compute_dtype)
-    if not fits_fp8(*weight.shape):
+    if weight.dim() == 2 and not fits_fp8(*weight.shape):
         return weight
-    codes, scales = fp8_quantize(weight)
-    return Fp8Weight(scales)(codes.view(torch.uint8), compute_dtype)
+    codes, scales = fp8_quantize(weight.reshape(-1, weight.shape[-1]))
+    return Fp8Weight(scales)(codes.view(torch.uint8), compute_dtype).view(weight.shape)
 
 
 def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:

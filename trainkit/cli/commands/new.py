@@ -33,7 +33,7 @@ def new(
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", help="full, lora (the default), qlora, dpo, kto, ...; with --model."
+            "--method", help="full, lora (the default), qlora, fp8, dpo, kto, ...; with --model."
         ),
     ] = None,
     gpu: Annotated[

@@ -91,6 +91,20 @@ def fp8_quantize(
     return fp8_quantize_joint((x,), factors, keep_largest=keep_largest, smallest=smallest)
 
 
+def fp8_read(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes (N, K), as uint8, stand for: exact in bf16 and wider.
+
+    Args:
+        codes: contiguous.
+        scales: (N, 1) fp32, powers of two.
+        dtype: of the result.
+    """
+    if _has_kernels(codes) and dtype in _KERNEL_DTYPES and codes.is_contiguous():
+        return transpose_kernel.launch_read(codes, scales, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (codes.view(FP8).to(wide) * scales.to(wide)).to(dtype)
+
+
 def fp8_quantize_joint(
     parts: Sequence[Tensor],
     factors: Sequence[Tensor] | None = None,

@@ -24,6 +24,7 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_joint,
+    fp8_read,
     fp8_transpose,
 )
 from trainkit.kernels.fp8.reference import FP8
@@ -78,8 +79,7 @@ class Fp8Weight:
 
     def __call__(self, storage: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in a dtype: exact in bf16 and wider."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return (storage.view(FP8).to(wide) * self.scales.to(wide)).to(dtype)
+        return fp8_read(storage, self.scales, dtype)
 
     def product(self, x: SharedInput, storage: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` (M, N): rounded to bf16, in the rows' dtype."""
