@@ -9,6 +9,9 @@ taken one, two or four at a time, with kernels and without. Twice their largest 
 a cell may differ by. Cells that the table of refusals names are recorded with their reason.
 One JSON row a cell, a table last; the exit status is 1 if a cell is off. ``--table`` prints the
 guide's table of the rows in docs/benchmarks.
+
+``--models unlisted`` walks types of other structure than Llama's, compiled and recomputed, too: an
+fp32 run may differ by 1e-5, or by twice what plain runs of one process differ.
 """
 
 from __future__ import annotations
@@ -48,6 +51,53 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """What ``parallel`` says, by name."""
 
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "olmo2": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 4.0,
+    },
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "gpt2": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+    },
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 4},
+}
+"""What each type has besides sizes: Llama, and ten that nothing here names elsewhere."""
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 KINDS = {"full": {}, "lora": {"r": 4}, "nf4": {"r": 4, "quantize": "nf4"}}
 STEPS = 20
 
@@ -63,25 +113,30 @@ class Cell:
     checkpointed: bool
     ranks: int
     rows: int = 1
+    model: str = "llama"
+    compiled: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
         marks = [f"k{int(self.kernels)}", f"p{int(self.packed)}", f"c{int(self.checkpointed)}"]
         rows = [] if self.rows == 1 else [f"b{self.rows}"]
-        return "-".join([self.way, self.kind, *marks, f"x{self.ranks}", *rows])
+        model = [] if self.model == "llama" else [self.model]
+        more = [*rows, *(["compiled"] if self.compiled else [])]
+        return "-".join([*model, self.way, self.kind, *marks, f"x{self.ranks}", *more])
 
     @property
     def reference(self) -> Cell:
         """The run it must equal: one process, the plain model, nothing recomputed."""
-        return Cell(
-            "none", self.kind, kernels=False, packed=self.packed, checkpointed=False, ranks=1
-        )
+        plain = {"kernels": False, "checkpointed": False, "compiled": False}
+        return replace(self, way="none", ranks=1, rows=1, **plain)
 
     @property
     def likes(self) -> tuple[Cell, ...]:
         """Runs of one process that equal the reference but for rounding."""
         ways = [(False, 2), (False, 4), (True, 1), (True, 4)]
+        if self.model != "llama":  # rounding of plain runs alone
+            ways = ways[:1]
         return tuple(replace(self.reference, kernels=on, rows=rows) for on, rows in ways)
 
 
@@ -115,11 +170,21 @@ def _fitting(ranks: int, switches: list[tuple[bool, bool, bool]]) -> Iterator[Ce
         yield Cell(way, kind, kernels, packed, checkpointed, ranks)
 
 
+def unlisted() -> Iterator[Cell]:
+    """Every type but Llama in each way of spreading it, and in one process compiled, recomputed."""
+    ways = ("none", "zero2", "zero3", "fsdp2", "pipeline", "zero1_tensor")
+    for model in [each for each in MODELS if each != "llama"]:
+        plain = Cell("none", "full", True, packed=True, checkpointed=False, ranks=1, model=model)
+        yield replace(plain, compiled=True)
+        yield replace(plain, checkpointed=True)
+        yield from (replace(plain, way=way, ranks=2) for way in ways)
+
+
 def prepare(root: Path) -> None:
-    """A model of three layers with a tied head, and rows that nothing is alike in."""
+    """Models of four layers with a tied head, and rows that nothing is alike in."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from trainkit.quickstart import chatml_tokenizer
 
@@ -127,19 +192,12 @@ def prepare(root: Path) -> None:
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = chatml_tokenizer(core)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
+    for model, more in MODELS.items():
+        sizes = {**SIZES, "vocab_size": len(tokenizer), **more}
+        config = AutoConfig.for_model(model, **sizes)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / model)
+        tokenizer.save_pretrained(root / model)
     chance = random.Random(0)
     with (root / "rows.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(400):
@@ -152,7 +210,7 @@ def prepare(root: Path) -> None:
 def recipe(cell: Cell, *, bf16: bool) -> dict[str, Any]:
     """What a user would write."""
     return {
-        "model": {"name_or_path": "model", "dtype": "bfloat16" if bf16 else "float32"},
+        "model": {"name_or_path": cell.model, "dtype": "bfloat16" if bf16 else "float32"},
         "data": {
             "train": ["rows.jsonl"],
             "max_length": 192,
@@ -167,12 +225,13 @@ def recipe(cell: Cell, *, bf16: bool) -> dict[str, Any]:
         "training": {
             "per_device_train_batch_size": cell.rows,
             "learning_rate": 1e-3,
-            "max_steps": STEPS,
+            "max_steps": STEPS if cell.model == "llama" else 5,
             "logging_steps": 1,
             "save_steps": STEPS // 2,
             "save_total_limit": 5,
             "max_grad_norm": 0.5,
             "gradient_checkpointing": cell.checkpointed,
+            "torch_compile_backend": "aot_eager" if cell.compiled else None,
             "seed": 1,
         },
     }
@@ -209,8 +268,9 @@ def differences(wanted: Path, found: Path) -> dict[str, float]:
 
 def limits(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, float]:
     """What a cell may differ by."""
-    if not bf16:
-        return {"loss_limit": 1e-5, "first_norm_limit": 1e-6}
+    least = {} if bf16 else {"loss_limit": 1e-5, "first_norm_limit": 1e-6}
+    if not bf16 and cell.model == "llama":
+        return least
     alike = [cell.reference, *cell.likes]
     folders = [runs.root / each.name for each in alike if runs.went[each.name]]
     if len(folders) < len(alike):
@@ -218,8 +278,10 @@ def limits(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, float]:
         raise RuntimeError(f"{names[0]}: {runs.said(names[0])}")
     noise = [differences(a, b) for a, b in itertools.combinations(folders, 2)]
     return {
-        "loss_limit": 2 * max(each["loss_difference"] for each in noise),
-        "first_norm_limit": 2 * max(each["first_norm_difference"] for each in noise),
+        f"{what}_limit": max(
+            least.get(f"{what}_limit", 0.0), 2 * max(each[f"{what}_difference"] for each in noise)
+        )
+        for what in ("loss", "first_norm")
     }
 
 
@@ -243,12 +305,18 @@ def judged(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, Any]:
 def measure(chosen: argparse.Namespace, runs: Runs) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Every cell with what came of it; each run begins after those that it is held against."""
     bf16, wanted = chosen.bf16, list[Cell]()
-    for cell in cells(chosen.ranks, chosen.only, SWITCHES[chosen.switches]):
+    table = cells(chosen.ranks, chosen.only, SWITCHES[chosen.switches])
+    if chosen.models == "unlisted":
+        table = [cell for cell in unlisted() if all(p in cell.name for p in chosen.only.split(","))]
+    for cell in table:
         if reason := refused(cell, bf16=bf16):
             yield cell, {"refused": reason}
         else:
             wanted.append(cell)
-    needs = {cell: (cell.reference, *(cell.likes if bf16 else ()), cell) for cell in wanted}
+    needs = {
+        cell: (cell.reference, *(cell.likes if bf16 or cell.model != "llama" else ()), cell)
+        for cell in wanted
+    }
 
     def begin(cell: Cell) -> tuple[str, list[str], int]:
         path = runs.root / f"{cell.name}.json"
@@ -347,6 +415,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--table", action="store_true", help="print the guide's table, no more")
     parser.add_argument("--only", default="", help="parts of names, with commas, in this order")
     parser.add_argument("--switches", choices=SWITCHES, default="all")
+    parser.add_argument("--models", choices=("llama", "unlisted"), default="llama")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--resume", action="store_true", help="go on from the middle, too")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

@@ -105,6 +105,7 @@ class Lab:
         from tiny import make_qwen2
         from transformers import set_seed
 
+        from trainkit.models.proof.replica import replica_of
         from trainkit.objectives import SFT
         from trainkit.options.parallel import ParallelOptions
         from trainkit.parallel import Layout, ProcessRank, strategy_for
@@ -130,6 +131,7 @@ class Lab:
         args = arguments_of(values, layout, directory, accumulate, dtype_name, wrap is not None)
         set_seed(1)
         model = make_qwen2(len(self.tokenizer), attention_dropout=dropout, num_hidden_layers=layers)
+        layout.engine.refuse_model(model.config, replica_of)
         if dtype is not None:
             model = model.to(getattr(torch, dtype))
         if prepare is not None:

@@ -32,10 +32,10 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 384, "code": 61_450, "words": 10_700},
+    "trainkit": {"files": 385, "code": 61_750, "words": 10_800},
     "tests": {"code": 40_300},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_400},
+    "benchmarks": {"code": 2_480},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

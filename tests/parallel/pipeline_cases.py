@@ -16,4 +16,7 @@ def train_and_count(root, **options):
         return plain(self, *args, **kwargs)
 
     Qwen2Attention.forward = counting
-    return {**train(root, **options), "runs": {str(key): runs[key] for key in sorted(runs)}}
+    return {
+        **train(root, **options),
+        "runs": {str(key): runs[key] for key in sorted(runs) if runs[key]},
+    }

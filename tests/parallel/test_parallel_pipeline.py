@@ -8,26 +8,24 @@ from contextlib import nullcontext
 import pytest
 import torch
 from commands import trainkit
+from families.family_models import make
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import make_qwen2, make_tokenizer
+from tiny_classes import classes, make_tiny
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.loading import load_model
+from trainkit.models.proof.replica import make_replica, replica_of
 from trainkit.options.model import ModelOptions
 from trainkit.options.parallel import ParallelOptions
+from trainkit.parallel.pipeline.chain import Stage, cut_away, find_chain
 from trainkit.parallel.pipeline.engine import Pipeline
-from trainkit.parallel.pipeline.schedule import LateWeights, Stage, cut_away
-from trainkit.parallel.pipeline.share import (
-    SCHEDULES,
-    STAGED,
-    Share,
-    cut,
-    head_in_layers,
-    refuse_micro_batches,
-    refuse_model,
-)
+from trainkit.parallel.pipeline.schedule import LateWeights
+from trainkit.parallel.pipeline.share import SCHEDULES, Share, cut, refuse_micro_batches
 from trainkit.parallel.process import ProcessRank
 
 CASE = "distributed.zero_cases:train"
@@ -170,38 +168,114 @@ def weights_of(folder):
     return found
 
 
-@pytest.mark.parametrize("model_type", sorted(STAGED))
+ODD = {
+    "llama": {},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "gemma2": {"head_dim": 16},
+    "gpt2": {},
+    "bloom": {},
+    "gpt_oss": {},
+    "falcon_h1": {},
+}
+"""A plain one; factors on the embeddings; positions and a norm of their own before the layers;
+layers of several kinds; layers that give tuples."""
+
+
+def chain_of(model):
+    """What `find_chain` says of a model that is small already."""
+    return find_chain(model.config, lambda _: make_replica(model, 4096, least_layers=2))
+
+
+@pytest.mark.parametrize("model_type", ODD)
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_stages_of_each_family_are_the_whole(model_type, tied):
-    """Loss and gradients of two shares, run one after the other, are those of the model."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, attention_dropout=0.0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    options = ParallelOptions(pipeline=2)
+def test_the_stages_of_a_chain_are_the_whole(model_type, tied):
+    """Loss and gradients of two cut shares, run one after the other, are those of the model."""
+    model = make_tiny(*classes()[model_type], tie_word_embeddings=tied, **ODD[model_type])
+    model = model.double()
+    if model_type == "gpt_oss":
+        model.set_experts_implementation("eager")  # grouped products take no fp64
+    chain, options = chain_of(model), ParallelOptions(pipeline=2)
     ids = torch.randint(3, 96, (2, 9))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     states, parts = None, []
     for rank in range(2):
-        part, share = copy.deepcopy(model), Share.of(options, rank, 3)
-        cut_away(part, share)
+        part, share = copy.deepcopy(model), Share.of(options, rank, 4)
+        cut_away(part, share, chain)
         parts.append(part)
         for index in share.stages:
-            stage = Stage(part, index, share, nullcontext)
+            stage = Stage(part, index, share, nullcontext, chain)
             states = stage.run(states, batch, lambda body, given: body(**given).loss)
     states.backward()
-    gradients = collections.defaultdict(float)
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            gradients[name] += parameter.grad
+    held = [dict(part.named_parameters()) for part in parts]
+    names = dict(model.named_parameters())
+    ends = {f"{chain.embedding}.weight", f"{chain.head}.weight"}
+    assert set(held[0]) | set(held[1]) == set(names)
+    assert not set(held[0]) & set(held[1]) - (ends if tied else set())
     loss = model(**batch).loss
     loss.backward()
     assert states.item() == pytest.approx(loss.item(), rel=1e-12)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    for name, parameter in names.items():
+        mine = sum(each[name].grad for each in held if name in each)
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+class Skips(LlamaModel):
+    """Adds the embeddings to what the last layer gave."""
+
+    def forward(self, input_ids=None, **kwargs):
+        found = super().forward(input_ids=input_ids, **kwargs)
+        found.last_hidden_state = found.last_hidden_state + self.embed_tokens(input_ids)
+        return found
+
+
+class Backwards(LlamaModel):
+    """Its layers run in the other order."""
+
+    def forward(self, *args, **kwargs):
+        self.layers = nn.ModuleList(reversed(self.layers))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.layers = nn.ModuleList(reversed(self.layers))
+
+
+class Looks(LlamaModel):
+    """What it does behind its layers depends on what came before them."""
+
+    def forward(self, input_ids=None, **kwargs):
+        found = super().forward(input_ids=input_ids, **kwargs)
+        found.last_hidden_state = found.last_hidden_state * (1 + self.embed_tokens.seen.mean())
+        return found
+
+
+class Seen(nn.Embedding):
+    """Keeps what it gave."""
+
+    def forward(self, ids):
+        self.__dict__["seen"] = super().forward(ids)
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (Skips, "embed_tokens has weights and does not run at one end alone"),
+        (Backwards, "not called once each, in order"),
+        (Looks, "_NoEmbedding.*seen"),
+    ],
+)
+def test_what_is_no_plain_chain_is_refused(body, why):
+    model = make("llama")
+    model.model.__class__, model.model.embed_tokens.__class__ = body, Seen
+    with pytest.raises(ModelError, match=why):
+        find_chain(model.config, lambda _: model)
+
+
+def test_a_chain_is_cut_where_the_head_takes_as_long_as_layers():
+    model = make("llama", vocab_size=128)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2)
+    width = model.config.hidden_size
+    assert chain_of(model).head_in_layers(1000) == pytest.approx(1000 * width / layer)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -229,11 +303,6 @@ def test_the_head_counts_as_the_layers_that_take_as_long(schedule, size, layers,
     mean = (layers + head) / size
     least = max(len(share.stages) for share in shares) + head
     assert max(work) <= max(mean + 1, least)
-    config = AutoConfig.for_model(
-        "qwen2", hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064,
-    )  # fmt: skip
-    assert head_in_layers(config) == pytest.approx(545e6 / 233e6, rel=0.01)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -245,6 +314,7 @@ def test_random_weights_are_drawn_for_this_ranks_layers_only(tied, tmp_path):
     def share_of(rank, size):
         torch.manual_seed(7)
         engine = Pipeline(ParallelOptions(pipeline=size), ProcessRank(rank, rank, size))
+        engine.refuse_model(AutoConfig.from_pretrained(tmp_path), replica_of)
         model = load_model(source, attention="eager", load_part=engine.load_part)
         assert model.lm_head.weight is model.model.embed_tokens.weight or not tied
         return {name: p for name, p in model.named_parameters() if not p.is_meta}, model
@@ -284,10 +354,9 @@ def test_a_backward_pass_in_two_parts_is_the_whole_one(frozen):
 
 
 def test_what_cannot_be_cut_is_refused():
+    engine = Pipeline(ParallelOptions(pipeline=4), ProcessRank(0, 0, 4))
     with pytest.raises(ModelError, match="3 layers cannot fill 4 stages"):
-        refuse_model("llama", 3, ParallelOptions(pipeline=4))
-    with pytest.raises(ModelError, match="gemma2 has not been held"):
-        refuse_model("gemma2", 8, ParallelOptions(pipeline=2))
+        engine.refuse_model(make("llama", num_hidden_layers=3).config, replica_of)
     for schedule, number in (("1f1b", 1), ("interleaved", 3), ("zbv", 1)):
         options = ParallelOptions(pipeline=2, schedule=schedule)
         with pytest.raises(RecipeError, match=f"{number} micro-batches"):

@@ -291,8 +291,8 @@ class Engine:
     def start(self, *, on_cpu: bool) -> None:
         """Once the process group exists, before the model is loaded."""
 
-    def refuse_model(self, config: Any) -> None:
-        """Refuse a model that cannot be spread so, from its configuration alone."""
+    def refuse_model(self, config: Any, replica_of: Callable[[Any], Any]) -> None:
+        """Refuse a model that cannot be spread so, from its configuration or a small replica."""
 
     # -- the model, before it trains --------------------------------------------------------------
 

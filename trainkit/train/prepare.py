@@ -30,6 +30,7 @@ from trainkit.models.loading import (
     new_tokens,
     stop_token_ids,
 )
+from trainkit.models.proof.replica import replica_of
 from trainkit.objectives import objective_of
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.options.parallel import RecomputeOptions
@@ -92,7 +93,10 @@ def prepare(run: Run, ledger: Path) -> None:
         recompute=RecomputeOptions.of(recipe.recompute),
     )
     _refuse_unfit_device(recipe, layout)
-    layout.engine.refuse_model(config)
+    trusted = recipe.model.trust_remote_code
+    own = run.process.local_rank if torch.cuda.is_available() else -1
+    with torch.cuda.device(own):
+        layout.engine.refuse_model(config, functools.partial(replica_of, trust_remote_code=trusted))
     warning = context_warning(config, recipe.data.max_length)
     if warning is not None:
         console.warn(warning)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trainkit.auto_class import empty_model
 from trainkit.errors import PatchError
 from trainkit.models.linears import kind_of
 from trainkit.models.proof.compare import FAILURES
@@ -96,8 +97,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def replica_of(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The replica of a model of which there is a configuration alone; two layers at least.
+
+    Raises:
+        PatchError: nothing in it is a list of its layers, which says how many show every kind.
+    """
+    model = empty_model(config, trust_remote_code=trust_remote_code)
+    if num_layers_needed(model) is None:
+        raise PatchError(f"{type(model).__name__} has no list of its layers")
+    return make_replica(model, CPU_VOCABULARY, few_experts=True, least_layers=2)
+
+
 def make_replica(
-    model: nn.Module, vocabulary: int | None = None, *, few_experts: bool = False
+    model: nn.Module,
+    vocabulary: int | None = None,
+    *,
+    few_experts: bool = False,
+    least_layers: int = 1,
 ) -> PreTrainedModel:
     """The plain model with a layer of each kind and random weights, in the model's dtype and place.
 
@@ -105,6 +122,7 @@ def make_replica(
         model: patched or not.
         vocabulary: the most tokens that it knows; None for the model's own, on a CPU a part.
         few_experts: with no more experts than its routers need, where all would take gigabytes.
+        least_layers: that it has, if the model has them.
     """
     causal_lm: Any = outermost(model)
     if all(each.is_meta for each in (*causal_lm.parameters(), *causal_lm.buffers())):
@@ -112,7 +130,9 @@ def make_replica(
         dtype = torch.float32
     else:
         device, dtype = where_it_computes(causal_lm)
-    config = with_layers(copy.deepcopy(causal_lm.config), num_layers_needed(causal_lm))
+    needed = num_layers_needed(causal_lm)
+    needed = None if needed is None else max(needed, least_layers)
+    config = with_layers(copy.deepcopy(causal_lm.config), needed)
     text = config.get_text_config()
     config.use_cache = text.use_cache = False
     if few_experts:

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainkit.checkpoint.weights.contents import taking_up
@@ -46,57 +45,47 @@ from trainkit.parallel.part_files import (
     save_parts,
     take_up,
 )
-from trainkit.parallel.pipeline.schedule import (
+from trainkit.parallel.pipeline.chain import (
+    Chain,
     RunLoss,
-    Runnable,
     Stage,
-    Steps,
-    Wire,
     causal_lm,
     cut_away,
-    decoder,
+    find_chain,
     loading_class,
-    relay,
     whole_skeleton,
 )
-from trainkit.parallel.pipeline.share import (
-    SCHEDULES,
-    Share,
-    head_in_layers,
-    refuse_micro_batches,
-    refuse_model,
-)
+from trainkit.parallel.pipeline.schedule import Runnable, Steps, Wire, relay
+from trainkit.parallel.pipeline.share import SCHEDULES, Share, refuse_micro_batches
 from trainkit.parallel.process import ProcessRank
 from trainkit.places import WEIGHTS
 
 
 def shard_over(
-    model: nn.Module, share: Share, mesh: DeviceMesh, device: torch.device
+    model: nn.Module, share: Share, chain: Chain, mesh: DeviceMesh, device: torch.device
 ) -> dict[str, torch.dtype]:
     """Shard what a rank has of a model, in place, over the ranks that have the same."""
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     half = compute_dtype(model)
     ignored = kept_whole(model, half)
     again = gathers_again(model, device)
-    for unit in _units(model, share):
+    for unit in _units(causal_lm(model), share, chain):
         shard(unit, mesh, half, ignored, gathers_twice=again)
     base = causal_lm(model)
     if base.config.tie_word_embeddings and (share.has_first or share.has_last):
-        ends = decoder(model).embed_tokens, base.lm_head
+        ends = base.get_submodule(chain.embedding), base.get_submodule(chain.head)
         run, other = ends if share.has_first else reversed(ends)
         other.weight = run.weight
     require_sharded(model, ignored)
     return dtypes
 
 
-def _units(model: nn.Module, share: Share) -> Iterator[nn.Module]:
+def _units(base: Any, share: Share, chain: Chain) -> Iterator[nn.Module]:
     """What is gathered at a time: each layer, and what this rank runs of the ends."""
-    yield from (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
-    if share.has_first:
-        yield decoder(model).embed_tokens
-    if share.has_last:
-        yield decoder(model).norm
-        yield causal_lm(model).lm_head
+    layers = base.get_submodule(chain.layers)
+    yield from (layers[number] for number in sorted(share.layers))
+    ends = [*(chain.before if share.has_first else ()), *(chain.after if share.has_last else ())]
+    yield from map(base.get_submodule, ends)
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,6 +213,7 @@ class Pipeline(Engine):
         self._saved_dtypes: dict[str, torch.dtype] = {}
         self._rank = process.dist_rank // (process.world_size // options.pipeline)
         self._placed: _Placed | None = None
+        self._found: Chain | None = None
         self.load_part: LoadPart = self._load_part
 
     # -- before there is a model ------------------------------------------------------------------
@@ -233,16 +223,22 @@ class Pipeline(Engine):
         del world_size
         refuse_micro_batches(self._options, int(training["gradient_accumulation_steps"]))
 
-    def refuse_model(self, config: Any) -> None:
-        """Refuse a model that nobody has held against the whole, or that has too few layers."""
-        refuse_model(config.model_type, config.num_hidden_layers, self._options)
+    def refuse_model(self, config: Any, replica_of: Callable[[Any], Any]) -> None:
+        """Refuse a model with too few layers, or that is no chain of them, see `find_chain`."""
+        Share.of(self._options, 0, config.get_text_config().num_hidden_layers)
+        self._found = find_chain(config, replica_of)
+
+    @property
+    def _chain(self) -> Chain:
+        assert self._found is not None, "the model is refused, or not, before it is loaded"
+        return self._found
 
     def _load_part(
         self, model_class: type, config: Any, load: Callable[[type], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
         """Read this rank's weights only; the rest of the model is on the meta device."""
-        model, report = load(loading_class(model_class, self._share(config)))
-        return whole_skeleton(model, model_class), report
+        model, report = load(loading_class(model_class, self._share(config), self._chain))
+        return whole_skeleton(model, model_class, self._chain), report
 
     def receive(self, model: nn.Module, args: Any) -> None:
         """Cut away what other ranks hold; the rest goes to the device.
@@ -250,8 +246,9 @@ class Pipeline(Engine):
         Raises:
             ModelError: nothing of what is left is trained.
         """
-        ends = (decoder(model).embed_tokens, causal_lm(model).lm_head)
-        is_adapted = causal_lm(model) is not model
+        base, chain = causal_lm(model), self._chain
+        ends = [base.get_submodule(path) for path in (*chain.before, *chain.after)]
+        is_adapted = base is not model
         if is_adapted and any(p.requires_grad for end in ends for p in end.parameters()):
             raise ModelError(
                 "adapters on the embeddings or the head are saved with both ends of the model, "
@@ -259,14 +256,12 @@ class Pipeline(Engine):
                 where="lora.target_modules",
                 fix="leave embeddings and head out, or set parallel: {shard: fsdp2}",
             )
-        cut_away(model, self._share(causal_lm(model).config))
-        layers, share = decoder(model).layers, self._share(causal_lm(model).config)
+        share = self._share(base.config)
+        cut_away(model, share, chain)
+        layers = base.get_submodule(chain.layers)
         firsts = [layers[number] for number in share.stages.get(0, ())]
-        trains_first = any(
-            p.requires_grad
-            for each in (*firsts, decoder(model).embed_tokens)
-            for p in each.parameters()
-        )
+        firsts += [base.get_submodule(path) for path in chain.before]
+        trains_first = any(p.requires_grad for each in firsts for p in each.parameters())
         if not any(parameter.requires_grad for parameter in model.parameters()) or (
             share.has_first and not trains_first
         ):
@@ -280,8 +275,9 @@ class Pipeline(Engine):
         super().receive(model, args)
 
     def _share(self, config: Any) -> Share:
-        head = head_in_layers(config)
-        return Share.of(self._options, self._rank, config.num_hidden_layers, head)
+        text = config.get_text_config()
+        head = self._chain.head_in_layers(text.vocab_size)
+        return Share.of(self._options, self._rank, text.num_hidden_layers, head)
 
     # -- the model --------------------------------------------------------------------------------
 
@@ -302,19 +298,20 @@ class Pipeline(Engine):
                 group = torch.distributed.new_group(pair)
                 tied_group = group if data == data_rank else tied_group
             if share.has_first or share.has_last:
-                tied = (decoder(model).embed_tokens.weight,)
+                tied = (self._embedding(model).weight,)
         wire = Wire(
             mesh["pipeline"].get_group(),
             ranks[share.last_rank],
             device,
-            config.hidden_size,
-            _dtype_of_states(model),
+            self._chain.hidden_size,
+            _dtype_of_states(causal_lm(model).get_submodule(self._chain.layers)),
         )
         if self._options.shard == FSDP2:
-            self._saved_dtypes = shard_over(model, share, mesh["data"], device)
+            self._saved_dtypes = shard_over(model, share, self._chain, mesh["data"], device)
             if tied:
-                tied = (decoder(model).embed_tokens.weight,)
-        stages = [Stage(model, index, share, autocast_of(self.args)) for index in share.stages]
+                tied = (self._embedding(model).weight,)
+        autocast = autocast_of(self.args)
+        stages = [Stage(model, index, share, autocast, self._chain) for index in share.stages]
         row = SCHEDULES[self._options.schedule]
         self._placed = _Placed(
             share,
@@ -327,6 +324,9 @@ class Pipeline(Engine):
             tied_group,
             tied,
         )
+
+    def _embedding(self, model: nn.Module) -> Any:
+        return causal_lm(model).get_submodule(self._chain.embedding)
 
     @property
     def _now(self) -> _Placed:
@@ -557,10 +557,10 @@ def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
             parameter.copy_(value)
 
 
-def _dtype_of_states(model: nn.Module) -> torch.dtype:
+def _dtype_of_states(layers: nn.Module) -> torch.dtype:
     """Of what goes from layer to layer: the dtype of the base's weights."""
     return next(
         parameter.dtype
-        for name, parameter in decoder(model).layers.named_parameters()
+        for name, parameter in layers.named_parameters()
         if "lora_" not in name and parameter.is_floating_point()
     )

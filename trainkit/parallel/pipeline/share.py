@@ -7,16 +7,9 @@ begins with the embeddings, the last one ends with the final norm, the head and 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.options.parallel import ParallelOptions
-
-STAGED = frozenset(
-    {"glm", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
-)
-"""Values of ``model_type`` whose forward pass is embeddings, layers, norm and head and nothing
-else: what a stage runs of it is held against the whole in ``tests/parallel``."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +86,6 @@ class Share:
         return cls(mine, num_stages, ranks)
 
 
-def head_in_layers(config: Any) -> float:
-    """How many layers compute as much as the head and the loss, by their matrix products."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    attention = 2 * hidden * head_dim * (heads + config.num_key_value_heads)
-    gate = 3 * hidden * config.intermediate_size
-    return float(hidden * config.vocab_size / (attention + gate))
-
-
 def cut(num_layers: int, ranks: Sequence[int], head: float = 0.0) -> list[range]:
     """The layers of each stage: as equal work as whole layers allow for every rank."""
     num_stages = len(ranks)
@@ -124,18 +108,6 @@ def cut(num_layers: int, ranks: Sequence[int], head: float = 0.0) -> list[range]
         sizes[min(range(num_stages), key=order)] += 1
     stops = list(itertools.accumulate(sizes))
     return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-
-
-def refuse_model(model_type: str, num_layers: int, options: ParallelOptions) -> None:
-    """Refuse a model that cannot be cut so, from its configuration alone."""
-    if model_type not in STAGED:
-        raise ModelError(
-            f"a pipeline of {model_type} has not been held against the whole model; those that "
-            f"have: {', '.join(sorted(STAGED))}",
-            where="parallel.pipeline",
-            fix="set parallel: {shard: fsdp2} instead",
-        )
-    Share.of(options, 0, num_layers)
 
 
 def refuse_micro_batches(options: ParallelOptions, num_micro_batches: int) -> None:
