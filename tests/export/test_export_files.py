@@ -199,3 +199,44 @@ def test_the_modelfile_has_the_trained_template_and_stops(exported):
     assert answers["required"] is None
     assert answers["agreement"] >= 0.9
     assert certificate["adapter"]["effect_nats"] > 10 * answers["divergence_nats"]
+
+
+@pytest.mark.parametrize("names", [(), ("experts.down_proj",)], ids=["all", "down alone"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_experts_adapters_are_named_as_servers_read_them(model_type, names, tmp_path):
+    """One A and B for each expert's weight; with them each weight is the one that peft merges.
+
+    vLLM and SGLang look for `experts.N.gate_proj` and so on, and want all three of each expert.
+    """
+    from lora.test_lora_experts import make
+
+    from trainkit.export.vllm import served_adapter, unserved
+    from trainkit.lora import LoraOptions, attach
+    from trainkit.options import ModelOptions
+
+    base = make(model_type)
+    base.save_pretrained(tmp_path / "base")
+    plain = {name: weight.clone() for name, weight in base.state_dict().items()}
+    options = LoraOptions(r=4, alpha=12)
+    if names:
+        options = LoraOptions(r=4, target_modules=("q_proj",), target_parameters=names)
+    model = attach(base, options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    served = served_adapter(tmp_path / "adapter", ModelOptions(str(tmp_path / "base")))
+    said = "; ".join(unserved(served, model_type))
+    assert ("gate, up and down of every expert" in said) == bool(names)
+    assert bool(said) == bool(names)
+    merged = model.merge_and_unload().state_dict()
+    experts = [name for name in served.modules if ".experts." in name]
+    assert len(experts) == 2 * 4 * (1 if names else 3)
+    for name in experts:
+        stack, _, rest = name.partition(".experts.")
+        number, leaf = rest.split(".")
+        fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+        found = [each[f"{stack}.experts.{fused}"][int(number)] for each in (plain, merged)]
+        if leaf != "down_proj":
+            found = [each.chunk(2)[leaf == "up_proj"] for each in found]
+        torch.testing.assert_close(found[0] + served.modules[name].delta(), found[1])

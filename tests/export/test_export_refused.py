@@ -90,6 +90,7 @@ def adapter(names=("model.layers.0.self_attn.q_proj",), rank=4, replaced=(), **c
         (adapter(("lm_head",)), "llama", "lm_head"),
         (adapter(("model.embed_tokens",)), "llama", "embed_tokens"),
         (adapter(("model.layers.0.mlp.experts.0.up_proj",)), "llama", "experts"),
+        (adapter(("model.layers.0.mlp.experts.0.up_proj",)), "qwen3_moe", "every expert"),
         (adapter(rank=1024), "llama", "at most 512"),
         (adapter(replaced=("model.norm.weight",)), "llama", "model.norm.weight"),
         (adapter(()), "llama", "no modules"),

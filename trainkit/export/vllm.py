@@ -5,20 +5,33 @@ it would pass over in silence (a scale of its own for some modules, modules that
 for) is an error here.
 """
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainkit.checkpoint.weights.adapter import Adapter, read_adapter
+from safetensors.torch import save_file
+
+from trainkit.auto_class import empty_model
+from trainkit.checkpoint.weights.adapter import (
+    PREFIX,
+    Adapter,
+    adapter_from_tensors,
+    read_adapter,
+    read_adapter_config,
+)
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
+from trainkit.checkpoint.weights.reader import adapter_file
 from trainkit.errors import ModelError
 from trainkit.export.certificate import TransformersServed, released
 from trainkit.export.plain import make_servable, weights_directory, write_plain
 from trainkit.export.source import Job, Source, Written
 from trainkit.infer.base import is_plain
 from trainkit.infer.locate import ModelPaths
+from trainkit.models.linears import expert_parameters
 from trainkit.models.loading import load_config
+from trainkit.options import ModelOptions
 
 COPIES = 2.1
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,6 +44,8 @@ _FAMILIES = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 phi3 granite olmo2 smollm3 "
     "starcoder2 cohere"
 )
+_EXPERTS = "qwen2_moe qwen3_moe"
+"""Types whose experts vLLM has adapters for, one by one: it asserts all three of each expert."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Keys of adapter_config.json that vLLM refuses, or does not read and so passes over.
 _UNSERVED: Mapping[str, str] = {
@@ -39,7 +54,7 @@ _UNSERVED: Mapping[str, str] = {
     "rank_pattern": "vLLM scales every module by the one r",
     "alpha_pattern": "vLLM scales every module by the one lora_alpha",
     "lora_bias": "vLLM takes no biases of an adapter (and a merge only over the base's own)",
-    "target_parameters": "vLLM has no adapters for parameters of experts",
+    "target_parameters": "vLLM has no adapters for such parameters",
     "trainable_token_indices": "vLLM passes trained token rows over",
     "layer_replication": "vLLM does not repeat layers",
     "fan_in_fan_out": "vLLM does not transpose adapters",
@@ -57,8 +72,8 @@ def check(paths: ModelPaths, job: Job) -> None:
         raise ModelError(
             "there is no adapter in it", where=paths.model, fix="leave out --as-adapter"
         )
-    adapter = read_adapter(paths.adapter, with_peft=True)
     base = weights_directory(paths)
+    adapter = served_adapter(paths.adapter, paths.at(base))
     if job.dtype is not None:
         raise ModelError("it is of merged weights", where="--dtype", fix="leave it out")
     problems = list(unserved(adapter, load_config(paths.at(base)).model_type))
@@ -79,13 +94,16 @@ def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
             yield f"{key}: {reason}"
     if adapter.config.get("bias", "none") != "none":
         yield "bias: vLLM takes no biases of an adapter"
-    if model_type not in _FAMILIES.split():
+    if model_type not in (*_FAMILIES.split(), *_EXPERTS.split()):
         yield f"adapters over {model_type} models are not known to be served"
     leaves = {name.rpartition(".")[2] for name in adapter.modules} - {*_MODULES.split()}
     if leaves:
         yield f"vLLM has no adapters for {', '.join(sorted(leaves))}"
-    if any(".experts." in name for name in adapter.modules):
-        yield "vLLM has no adapters for experts"
+    experts = [name.rpartition(".")[2] for name in adapter.modules if ".experts." in name]
+    if experts and model_type not in _EXPERTS.split():
+        yield "vLLM has no adapters for experts of this kind"
+    elif len({experts.count(leaf) for leaf in ("gate_proj", "up_proj", "down_proj")}) > 1:
+        yield "vLLM wants an adapter on gate, up and down of every expert"
     if adapter.replaced and not adapter.config.get("modules_to_save"):
         yield f"vLLM passes over {', '.join(sorted(adapter.replaced)[:3])}, saved in full"
     largest = max((part.down.shape[0] for part in adapter.modules.values()), default=0)
@@ -93,6 +111,41 @@ def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
         yield f"rank {largest}: vLLM takes at most {RANKS[-1]}"
     if not adapter.modules:
         yield "it holds no modules that vLLM knows"
+
+
+def served_adapter(directory: Path, base: ModelOptions) -> Adapter:
+    """The adapter as vLLM and SGLang read it: that of each expert under the name of its weight.
+
+    peft keeps those of a layer's experts together, A expert by expert and B rank by rank.
+    """
+    config = read_adapter_config(directory, with_peft=True)
+    if not config.get("target_parameters") or load_config(base).model_type not in _EXPERTS.split():
+        return read_adapter(directory, with_peft=True)
+    stacks = expert_parameters(empty_model(load_config(base), trust_remote_code=False))
+    with adapter_file(directory) as file:
+        tensors = {key: file.load(key) for key in file.tensors}
+    for key in list(tensors):
+        name = key.partition(".lora_A.")[0].removeprefix(PREFIX).replace(".base_layer", "")
+        sizes = {leaf: stacks.get(f"{name}.{leaf}") for leaf in ("gate_up_proj", "down_proj")}
+        if None in sizes.values():
+            continue
+        up = tensors[key.replace(".lora_A.", ".lora_B.")]
+        shape = up.shape[0], tensors[key].shape[1]
+        leaf, stack = next(
+            (leaf, w) for leaf, w in sizes.items() if w is not None and w.shape[1:] == shape
+        )
+        number, down = len(stack), tensors.pop(key)
+        del tensors[key.replace(".lora_A.", ".lora_B.")]
+        downs, ups = down.view(number, -1, shape[1]), up.view(shape[0], -1, number).permute(2, 0, 1)
+        leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+        for part, own in zip(leaves, ups.chunk(len(leaves), 1), strict=True):
+            for expert in range(number):
+                at = f"{PREFIX}{name}.{expert}.{part}"
+                tensors[f"{at}.lora_A.weight"] = downs[expert].clone()
+                tensors[f"{at}.lora_B.weight"] = own[expert].contiguous()
+    modules = {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors}
+    config |= {"target_parameters": None, "target_modules": sorted(modules)}
+    return adapter_from_tensors(directory, config, tensors)
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
@@ -133,16 +186,29 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     assert adapter is not None
     for name in _FILES:
         (staging / name).write_bytes(plain_file(adapter, name).read_bytes())
+    asked, found = staging, served_adapter(adapter, source.paths.at(base))
+    if read_json(staging / _FILES[0]).get("target_parameters"):
+        asked = adapter  # peft itself keeps experts together
+        (staging / _FILES[0]).write_text(json.dumps(found.config, indent=2), encoding="utf-8")
+        parts = [("lora_A", lambda one: one.down), ("lora_B", lambda one: one.up)]
+        tensors = {
+            f"{PREFIX}{name}.{part}.weight": of(one)
+            for name, one in found.modules.items()
+            for part, of in parts
+        }
+        save_file(tensors, staging / _FILES[1], metadata={"format": "pt"})
     trusted = source.paths.source.trust_remote_code
     copy_companions((Path(source.paths.tokenizer), base), staging, with_code=trusted)
     make_servable(staging, source)
     job.say("asking base and adapter as they will be served")
     notes = ["vLLM itself was not run; transformers and peft read base and adapter"]
+    if asked is not staging:
+        notes.append("experts' adapters were asked as peft keeps them together, and written apart")
     if source.quantize is not None:
         notes.append("trained over a quantised base; served over the base named in the command")
     at = source.paths.at
     with released():
-        served = TransformersServed(at(staging), base=at(base))
+        served = TransformersServed(at(asked), base=at(base))
         certificate = job.certify(source, served, *notes, is_quantized=source.quantize is not None)
         del served
     config = read_json(staging / _FILES[0])
