@@ -186,9 +186,9 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     assert adapter is not None
     for name in _FILES:
         (staging / name).write_bytes(plain_file(adapter, name).read_bytes())
-    asked, found = staging, served_adapter(adapter, source.paths.at(base))
+    certified, found = staging, served_adapter(adapter, source.paths.at(base))
     if read_json(staging / _FILES[0]).get("target_parameters"):
-        asked = adapter  # peft itself keeps experts together
+        certified = adapter  # peft itself keeps experts together
         (staging / _FILES[0]).write_text(json.dumps(found.config, indent=2), encoding="utf-8")
         parts = [("lora_A", lambda one: one.down), ("lora_B", lambda one: one.up)]
         tensors = {
@@ -202,13 +202,13 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     make_servable(staging, source)
     job.say("asking base and adapter as they will be served")
     notes = ["vLLM itself was not run; transformers and peft read base and adapter"]
-    if asked is not staging:
+    if certified is not staging:
         notes.append("experts' adapters were asked as peft keeps them together, and written apart")
     if source.quantize is not None:
         notes.append("trained over a quantised base; served over the base named in the command")
     at = source.paths.at
     with released():
-        served = TransformersServed(at(asked), base=at(base))
+        served = TransformersServed(at(certified), base=at(base))
         certificate = job.certify(source, served, *notes, is_quantized=source.quantize is not None)
         del served
     config = read_json(staging / _FILES[0])
