@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,13 @@ def cells(ranks: int, only: str, switches: list[tuple[bool, bool, bool]]) -> lis
         only: parts of names, with commas; cells come in the order of these parts.
         switches: kernels, packed, checkpointed.
     """
-    found = list(_fitting(ranks, switches))
-    chosen = [cell for part in only.split(",") for cell in found if part in cell.name]
-    return list(dict.fromkeys(chosen))
+    return select(_fitting(ranks, switches), only)
+
+
+def select(found: Iterable[Cell], only: str) -> list[Cell]:
+    """Those with any of these parts of names, in their order."""
+    table = list(found)
+    return list(dict.fromkeys(c for part in only.split(",") for c in table if part in c.name))
 
 
 def _fitting(ranks: int, switches: list[tuple[bool, bool, bool]]) -> Iterator[Cell]:
@@ -307,7 +311,7 @@ def measure(chosen: argparse.Namespace, runs: Runs) -> Iterator[tuple[Cell, dict
     bf16, wanted = chosen.bf16, list[Cell]()
     table = cells(chosen.ranks, chosen.only, SWITCHES[chosen.switches])
     if chosen.models == "unlisted":
-        table = [cell for cell in unlisted() if all(p in cell.name for p in chosen.only.split(","))]
+        table = select(unlisted(), chosen.only)
     for cell in table:
         if reason := refused(cell, bf16=bf16):
             yield cell, {"refused": reason}

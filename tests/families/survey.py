@@ -27,7 +27,9 @@ from trainkit.estimate.plan import ALL_OPS, Plan
 from trainkit.estimate.shape import from_config
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.compare import FAILURES
+from trainkit.models.proof.replica import make_replica
 from trainkit.options.model import OPS
+from trainkit.parallel.pipeline.chain import find_chain
 
 MORE = {
     "bamba": {"attn_layer_indices": [1]},
@@ -93,6 +95,15 @@ def why_no_estimate(model):
     return plan.recorded.plain and f"without kernels: {plan.recorded.plain}"
 
 
+def why_no_pipeline(model):
+    """None where the model is a chain of layers that a pipeline can cut."""
+    try:
+        find_chain(model.config, lambda _: make_replica(model, 4096, least_layers=2))
+    except TrainkitError as error:
+        return error.what.partition("can be cut: ")[2]
+    return None
+
+
 def survey(model_type):
     """One type's row."""
     start = time.time()
@@ -101,9 +112,11 @@ def survey(model_type):
         plain = step(model)
     except FAILURES as error:
         return {"type": model_type, "built": False, "why": f"{type(error).__name__}: {error}"[:150]}
+    no_pipeline = why_no_pipeline(model)
     report = patch_kernels(model)
     plan = report.plan
     row = {"type": model_type, "built": True, "seconds": round(plan.seconds, 2)}
+    row["no_pipeline"] = no_pipeline
     row["whole_error"], row["dropped"] = plan.whole_error, plan.dropped
     row["ops"] = {each.op: [each.status, each.num_modules, each.reason] for each in report.rows}
     row["verdicts"] = {op: sorted({each.verdict for _, each in plan.findings(op)}) for op in OPS}
@@ -176,7 +189,8 @@ def summary(rows):
     lines.append(
         f"{len(rows)} types, of which {len(built)} build tiny and take a step; on {complete} of "
         f"them every op that applies is on; bf16 logits equal plain's bit for bit on {equal}; "
-        f"`trainkit estimate` answers for {answers}, for {estimated.count('')} with kernels."
+        f"`trainkit estimate` answers for {answers}, for {estimated.count('')} with kernels; a "
+        f"pipeline cuts {sum(row.get('no_pipeline', '') is None for row in built)}."
     )
     return lines
 

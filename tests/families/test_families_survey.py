@@ -37,6 +37,9 @@ TYPES = {
 }
 """By what is on besides the loss, which is on everywhere."""
 
+NO_CHAIN = {"bert"}
+"""Its head lies in a module with weights of its own."""
+
 IN_FP32 = {"cohere2"}
 """Hugging Face turns queries and keys in fp32 there, and rounds elsewhere than in Llama."""
 
@@ -52,5 +55,6 @@ def test_what_is_on_is_proved_and_leaves_no_trace(model_type, on):
     assert row["whole_error"] < 1e-9
     assert row["fp32"] < 1e-4
     assert row["reverted"]
+    assert (row["no_pipeline"] is None) == (model_type not in NO_CHAIN)
     assert not row["dropped"]
     assert model_type in IN_FP32 or row["bf16_bits_differ"] == 0

@@ -30,7 +30,7 @@ from trainkit.kernels.rms_norm.spec import (
 )
 from trainkit.kernels.rope.spec import APPLY_ROPE
 from trainkit.kernels.row_reduce.spec import ROW_MAX, ROW_MIN
-from trainkit.kernels.swiglu.spec import GEGLU_TANH, SWIGLU, SWIGLU_PACKED
+from trainkit.kernels.swiglu.spec import GEGLU, GEGLU_TANH, SWIGLU, SWIGLU_PACKED
 
 OPS: dict[str, OpSpec] = {
     spec.name: spec
@@ -43,6 +43,7 @@ OPS: dict[str, OpSpec] = {
         APPLY_ROPE,
         SWIGLU,
         GEGLU_TANH,
+        GEGLU,
         SWIGLU_PACKED,
         MOE_MLP,
         CAUSAL_CONV,

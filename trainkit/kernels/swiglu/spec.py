@@ -1,4 +1,4 @@
-"""The contracts of swiglu, geglu_tanh and swiglu_packed."""
+"""The contracts of swiglu, geglu_tanh, geglu and swiglu_packed."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
 from trainkit.kernels.swiglu.function import (
+    geglu,
+    geglu_reference,
     geglu_tanh,
     geglu_tanh_reference,
     swiglu,
@@ -24,7 +26,7 @@ def gated_case(
     scale: float = 2.0,
     large: bool = False,
 ) -> OpCase:
-    """A call of swiglu or geglu_tanh on operands of the given shape."""
+    """A call of swiglu, geglu_tanh or geglu on operands of the given shape."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         if layout == "halves":
@@ -86,6 +88,15 @@ GEGLU_TANH = OpSpec(
     name="geglu_tanh",
     function=geglu_tanh,
     reference=geglu_tanh_reference,
+    outputs=("h",),
+    cases=_GATED,
+    tiny=gated_case("tiny", (3, 5)),
+)
+
+GEGLU = OpSpec(
+    name="geglu",
+    function=geglu,
+    reference=geglu_reference,
     outputs=("h",),
     cases=_GATED,
     tiny=gated_case("tiny", (3, 5)),
