@@ -241,6 +241,19 @@ def test_on_a_device_that_is_not_current(spec, case):
     assert not [error for error in measure(spec, case, BF16, "cuda:1") if not error.ok]
 
 
+def test_what_is_served_by_reference_alone_is_so_within_and_no_longer(device):
+    wide, narrow = torch.ones(2, dtype=torch.float64, device=device), torch.ones(2, device=device)
+    served = launch.runs_kernel(narrow)
+    with launch.by_reference(torch.float64):
+        assert not launch.runs_kernel(wide)
+        assert not launch.runs_kernel(narrow, wide)
+        assert launch.runs_kernel(narrow) == served
+        with launch.by_reference(*launch.KERNEL_DTYPES):
+            assert not launch.runs_kernel(narrow)
+        assert launch.runs_kernel(narrow) == served
+    assert launch.runs_kernel(wide) == served
+
+
 def test_references_serve_cpu_tensors():
     """A CPU tensor never reaches a kernel unless the interpreter was asked for."""
     assert launch.runs_kernel(torch.ones(2)) == launch.INTERPRETING

@@ -175,3 +175,24 @@ def test_misaligned_rows():
         got = kernels.rms_norm(x, weight)
         want = kernels.rms_norm(x.detach().clone(), weight)
         assert torch.equal(got, want)
+
+
+def test_a_proof_compiles_no_kernel_in_fp64(monkeypatch):
+    """Each would take a third of a second, for this alone; estimates compile none at all."""
+    triton = pytest.importorskip("triton")
+    from tiny import make_qwen2
+
+    from trainkit.estimate.build import _proof
+    from trainkit.patching import patch
+
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda src, **_: compiled.append(src.signature)
+    )
+    model = make_qwen2(300).to("cuda", BF16)
+    _proof.cache_clear()
+    _proof(model.config.to_json_string(use_diff=False), 2)
+    assert not compiled
+    patch(model)
+    assert compiled
+    assert not [each for each in compiled if "*fp64" in each.values()]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from trainkit.bench.lora import LORA_RANK, TARGETS, save_base
+from trainkit.bench.lora import LORA_ALPHA, LORA_RANK, TARGETS, save_base
 from trainkit.bench.providers import Shape
 from trainkit.processes import module_command
 
@@ -89,7 +89,7 @@ def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str
         "model": {"name_or_path": str(work.folder / "base"), "dtype": "bfloat16"},
         "data": {"train": [str(work.folder / "rows" / "rows.jsonl")], "packing": False}
         | {"max_length": work.shape.length},
-        "lora": {"r": LORA_RANK, "alpha": 32, "target_modules": TARGETS, "quantize": base},
+        "lora": {"r": LORA_RANK, "alpha": LORA_ALPHA, "target_modules": TARGETS, "quantize": base},
         "kernels": True,
         "global_batch_size": work.shape.batch_size,
         "training": work.settings,
@@ -100,19 +100,28 @@ def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str
     return module_command("trainkit.cli.app", *words)
 
 
-def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
-    settings = work.settings | {
-        "model_name_or_path": work.folder / "base",
-        "dataset_name": work.folder / "rows",
-        "output_dir": output,
-        "max_length": work.shape.length,
-        "dtype": "bfloat16",
-        "bf16": torch.cuda.is_available(),
-        "use_cpu": not torch.cuda.is_available(),
+def _of_trainer(work: Work, output: Path) -> dict[str, Any]:
+    """What the tools on transformers' Trainer take."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        **work.settings,
+        "gradient_accumulation_steps": 1,  # Unsloth's own default is another
+        "output_dir": str(output),
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
         "disable_tqdm": True,
         "report_to": "none",
+    }
+
+
+def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
+    settings = _of_trainer(work, output) | {
+        "model_name_or_path": work.folder / "base",
+        "dataset_name": work.folder / "rows",
+        "max_length": work.shape.length,
+        "dtype": "bfloat16",
         "lora_r": LORA_RANK,
-        "lora_alpha": 32,
+        "lora_alpha": LORA_ALPHA,
         "lora_dropout": 0.0,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -127,9 +136,12 @@ def _unsloth(work: Work, output: Path) -> list[str]:
         "rows": str(work.folder / "rows" / "rows.jsonl"),
         "max_length": work.shape.length,
         "in_4bit": work.mode == "qlora",
-        "settings": {**work.settings, "gradient_checkpointing": False, "output_dir": str(output)},
+        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": TARGETS},
+        # It recomputes by itself where it is told to.
+        "settings": _of_trainer(work, output) | {"gradient_checkpointing": False},
     }
-    return module_command(__name__, json.dumps(about))
+    script = str(Path(__file__).with_name("unsloth_script.py"))
+    return [sys.executable, "-P", script, json.dumps(about)]
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -244,40 +256,3 @@ def _memory() -> Iterator[list[float]]:
     finally:
         ended.set()
         thread.join()
-
-
-def _train_with_unsloth(arguments: Sequence[str]) -> None:
-    """Unsloth has no command that takes rows of ids: this is its documented script."""
-    about = json.loads(arguments[0])
-    from unsloth import FastLanguageModel, is_bfloat16_supported  # isort: skip
-    from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
-
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        about["base"],
-        max_seq_length=about["max_length"],
-        dtype=torch.bfloat16,
-        load_in_4bit=about["in_4bit"],
-        local_files_only=True,
-    )
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=LORA_RANK,
-        lora_alpha=32,
-        target_modules=TARGETS,
-        lora_dropout=0,
-        use_gradient_checkpointing="unsloth" if about["in_4bit"] else False,
-    )
-    args = SFTConfig(
-        **about["settings"],
-        max_length=about["max_length"],
-        bf16=is_bfloat16_supported(),
-        disable_tqdm=True,
-        report_to="none",
-    )
-    rows = load_dataset("json", data_files=about["rows"], split="train")
-    SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer).train()
-
-
-if __name__ == "__main__":
-    _train_with_unsloth(sys.argv[1:])

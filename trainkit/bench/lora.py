@@ -23,7 +23,7 @@ from trainkit.bench.providers import Shape, build, provide
 
 PROVIDERS = ("peft", "liger", "unsloth", "trainkit", "frozen")
 MODES = ("lora", "lora_checkpointed", "qlora_checkpointed", "fp8", "fp8_checkpointed")
-LORA_RANK = 16
+LORA_RANK, LORA_ALPHA = 16, 32
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -109,7 +109,9 @@ def _peft(cell: Cell, device: torch.device) -> Any:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     targets = cell.settings.get("targets", TARGETS)
-    config = LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config)
 
 
@@ -126,7 +128,7 @@ def _unsloth(cell: Cell, device: torch.device) -> Any:
     return FastLanguageModel.get_peft_model(
         model,
         r=LORA_RANK,
-        lora_alpha=32,
+        lora_alpha=LORA_ALPHA,
         target_modules=TARGETS,
         lora_dropout=0,
         use_gradient_checkpointing="unsloth" if cell.mode.endswith("checkpointed") else False,
@@ -151,7 +153,7 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
         adapted = model
     else:
         targets = cell.settings.get("targets", TARGETS)
-        adapted = attach(model, LoraOptions(r=LORA_RANK, alpha=32, target_modules=targets))
+        adapted = attach(model, LoraOptions(r=LORA_RANK, alpha=LORA_ALPHA, target_modules=targets))
         fuse(adapted)
     if cell.mode.endswith("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -85,7 +85,21 @@ def runs_kernel(*tensors: Tensor) -> bool:
     """
     if not (HAS_TRITON and (INTERPRETING or is_on_gpu(tensors[0]))):
         return False
-    return all(each.dtype in KERNEL_DTYPES and is_plain(each) for each in tensors)
+    return all(each.dtype in _served and is_plain(each) for each in tensors)
+
+
+_served = KERNEL_DTYPES
+
+
+@contextlib.contextmanager
+def by_reference(*dtypes: torch.dtype) -> Iterator[None]:
+    """Within, ops on tensors of these dtypes run their references, so that nothing is compiled."""
+    global _served
+    before, _served = _served, tuple(each for each in _served if each not in dtypes)
+    try:
+        yield
+    finally:
+        _served = before
 
 
 def is_plain(tensor: Tensor) -> bool:

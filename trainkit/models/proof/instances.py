@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels.contract import hair
+from trainkit.kernels.launch import by_reference
 from trainkit.models.linears import is_packed
 from trainkit.models.proof.compare import FAILURES, Wide, furthest, tensors_of
 from trainkit.models.proof.gates import expert_routes
@@ -189,7 +190,7 @@ def _compare(
             name: each.double().requires_grad_(each.dim() < 2) for name, each in weights.items()
         }
         wide = tree_map(lambda each: _cast(each, torch.float64), call)
-        with Wide():
+        with Wide(), by_reference(torch.float64):
             truth = _run(module, wide, exact)
             with _swapped(module, swaps):
                 ours = _run(module, wide, exact)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import PatchError
+from trainkit.kernels.launch import by_reference
 from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
 from trainkit.models.proof.compare import FAILURES, Finding, Wide, furthest, other_mode, relative
 from trainkit.models.proof.delta import find_delta
@@ -234,7 +235,9 @@ def _make_plan(model: Any) -> Plan:
     start = time.perf_counter()
     plan = Plan(model.config.model_type)
     try:
-        with _quiet_logs():
+        # What is proved is where an op goes and what it is given; that its kernel is right, the
+        # self-check proves in the model's own dtype. In fp64 it would be compiled for this alone.
+        with _quiet_logs(), by_reference(torch.float64):
             replica: Any = make_replica(model, few_experts=True)
             plan.attention = replica.config._attn_implementation
             replica = replica.double().train().requires_grad_(True)
