@@ -9,13 +9,16 @@ import sys
 
 import torch
 import triton
+from op_cases.norms import rms_norm_case
+from op_cases.op import Case, TriedOp
+from op_cases.table import OPS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trainkit.kernels import add_rms_norm, launch, rms_norm
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.function import adamw_8bit_
-from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
+from trainkit.kernels.contract import Draw, run
 from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
@@ -24,8 +27,6 @@ from trainkit.kernels.fp8.function import (
     fp8_quantize,
     fp8_quantize_both,
 )
-from trainkit.kernels.ops import OPS
-from trainkit.kernels.rms_norm.spec import rms_norm_case
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -91,7 +92,7 @@ def compile_call(arch, kernel, *arguments, num_warps, num_stages=3):
 WIDE = (4096, 8192, 65536)  # hidden sizes at which a row no longer leaves room for others
 
 
-def wide_cases(spec: OpSpec) -> list[OpCase]:
+def wide_cases(spec: TriedOp) -> list[Case]:
     """Rows so wide that shared memory decides how they are read."""
     if not spec.name.endswith("norm"):
         return []
@@ -100,7 +101,7 @@ def wide_cases(spec: OpSpec) -> list[OpCase]:
     return [rms_norm_case(str(width), (2, width), **kind) for width in WIDE]
 
 
-def calls(spec: OpSpec) -> list[OpCase]:
+def calls(spec: TriedOp) -> list[Case]:
     """A case for each set of options and gradients, and one that a real model would bring."""
     kinds = {(tuple(case.options.items()), case.grads): case for case in reversed(spec.cases)}
     large = [case for case in spec.cases if case.large][:1] if spec.name in LARGE else []

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from op_cases.fp8 import FP8_QUANTIZE
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.fp8.function import (
@@ -15,7 +16,6 @@ from trainkit.kernels.fp8.function import (
     fp8_transpose,
 )
 from trainkit.kernels.fp8.reference import FP8, fp8_quantize_reference
-from trainkit.kernels.fp8.spec import FP8_QUANTIZE
 
 HALF_STEP = 2.0**-4  # of a number with 3 bits behind the point
 RMS_STEP = 2.0**-3 / math.sqrt(12)  # of an error spread evenly over a step, at a mantissa of 1

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("aot_kernels.py")
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="no Triton")
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_kernels_compile_ahead_of_time(arch):
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": f"{SCRIPT.parents[2]}:{SCRIPT.parents[1]}"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), str(arch)],

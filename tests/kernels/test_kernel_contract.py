@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
+from op_cases.op import TriedOp
+from op_cases.table import OPS
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.kernels import launch
-from trainkit.kernels.contract import Draw, OpCase, OpSpec, measure, run
-from trainkit.kernels.ops import OPS
+from trainkit.kernels.contract import Draw, OpCase, measure, run
 
 GPU = torch.cuda.is_available()
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -46,7 +47,7 @@ def wide(tensor):
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
-def graph(spec: OpSpec, case: OpCase, device: str, dtype=BF16, seed=0):
+def graph(spec: TriedOp, case: OpCase, device: str, dtype=BF16, seed=0):
     """Leaves and outputs of a call, with the graph still attached."""
     tensors = case.inputs(Draw.seeded(dtype, device, seed))
     leaves = {k: v.detach().requires_grad_(k in case.grads) for k, v in tensors.items()}
@@ -82,7 +83,7 @@ def test_error_is_no_larger_than_the_plain_models(spec, case, dtype, device):
 
 
 @pytest.mark.parametrize(
-    "spec", [each for each in OPS.values() if each.has_gradient], ids=lambda spec: spec.name
+    "spec", [each for each in OPS.values() if each.tiny.grads], ids=lambda spec: spec.name
 )
 def test_gradients_are_the_derivatives(spec, device, kernels_run):
     tensors = spec.tiny.inputs(Draw.seeded(FP64, device, 3))

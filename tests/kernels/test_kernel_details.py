@@ -68,30 +68,6 @@ def test_the_sum_is_rounded_before_it_is_normalised(device):
     assert torch.equal(y, kernels.rms_norm(total, weight))
 
 
-@pytest.mark.parametrize("op", [kernels.row_max, kernels.row_min])
-def test_nan_and_infinities(op, device):
-    nan, inf = math.nan, math.inf
-    x = torch.tensor(
-        [[1, nan, 2, nan], [-inf, -inf, -inf, -inf], [inf, 1, inf, -2], [3, 3, -inf, -inf]],
-        device=device,
-    )
-    values, indices = op(x)
-    assert math.isnan(values[0])
-    largest = op is kernels.row_max
-    assert indices.tolist() == ([1, 0, 0, 0] if largest else [1, 0, 3, 2])
-    assert values[1:].tolist() == ([-inf, inf, 3] if largest else [-inf, -2, -inf])
-
-
-@pytest.mark.parametrize("op", [kernels.row_max, kernels.row_min])
-def test_the_first_nan_of_a_row_of_several_blocks(op, device):
-    x = torch.zeros(2, 9000, device=device)
-    x[0, 100] = x[1, 4600] = 1 if op is kernels.row_max else -1
-    x[0, 4500] = x[0, 8800] = math.nan
-    values, indices = op(x)
-    assert math.isnan(values[0])
-    assert indices.tolist() == [4500, 4600]
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("factor", [1.0, 0.125, 65536.0])
 def test_scaled_loss(dtype, factor, device):

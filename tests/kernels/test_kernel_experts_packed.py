@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from op_cases.experts import MOE_MLP
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.experts.function import Packed, moe_mlp
-from trainkit.kernels.experts.spec import MOE_MLP
 
 CASES = [case for case in MOE_MLP.cases if case.label in ("adapted", "biased with adapters")]
 

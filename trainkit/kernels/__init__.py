@@ -24,7 +24,6 @@ from trainkit.kernels.rms_norm.function import (
 )
 from trainkit.kernels.rms_norm.gated import gated_rms_norm
 from trainkit.kernels.rope.function import apply_rope
-from trainkit.kernels.row_reduce.function import row_max, row_min
 from trainkit.kernels.swiglu.function import geglu, geglu_tanh, swiglu, swiglu_packed
 
 __all__ = [
@@ -48,8 +47,6 @@ __all__ = [
     "lora_qkv",
     "moe_mlp",
     "rms_norm",
-    "row_max",
-    "row_min",
     "swiglu",
     "swiglu_packed",
 ]

@@ -48,29 +48,23 @@ class OpCase:
         inputs: draws the tensors, by parameter name; their strides are part of the case.
         options: further keyword arguments.
         grads: the parameters that get a gradient.
-        large: too slow for the interpreter; GPU only.
     """
 
     label: str
     inputs: Callable[[Draw], dict[str, Tensor]]
     grads: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    large: bool = False
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """An op: its public function, its reference, and calls that show what it must take.
+    """An op: its public function and its reference.
 
     Args:
         name: the public name.
         function: the public function.
         reference: the same signature in plain torch.
         outputs: names of what it returns.
-        cases: calls of every shape and layout that matters.
-        tiny: a call small enough for a numerical derivative.
-        one_graph: whether torch.compile takes it without a break.
-        smallest_target: compute capability, times ten, of the least GPU that has the kernel.
         hardware_error: what a GPU's own arithmetic adds to the relative error, where it is less
             exact than fp32; derived where the spec is.
         own_rounding: whether a value on the way is rounded to the op's dtype at another scale than
@@ -84,17 +78,9 @@ class OpSpec:
     function: Callable[..., Any]
     reference: Callable[..., Any]
     outputs: tuple[str, ...]
-    cases: tuple[OpCase, ...]
-    tiny: OpCase
-    one_graph: bool = True
-    smallest_target: int = 80
     hardware_error: float = 0.0
     own_rounding: bool = False
     roundings: float = 1.0
-
-    @property
-    def has_gradient(self) -> bool:
-        return bool(self.tiny.grads)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,17 @@
 
 from families.silu_mul.function import silu_mul
 from families.silu_mul.reference import silu_mul_reference
-
-from trainkit.kernels.contract import OpCase, OpSpec
+from op_cases.op import Case, TriedOp
 
 
 def case(label, *shape):
     def inputs(draw):
         return {"gate": draw.normal(*shape), "up": draw.normal(*shape)}
 
-    return OpCase(label, inputs, ("gate", "up"))
+    return Case(label, inputs, ("gate", "up"))
 
 
-SILU_MUL = OpSpec(
+SILU_MUL = TriedOp(
     name="silu_mul",
     function=silu_mul,
     reference=silu_mul_reference,

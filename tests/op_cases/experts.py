@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.experts.function import Limits, moe_mlp, moe_mlp_reference
+from trainkit.kernels.contract import Draw
+from trainkit.kernels.experts.function import Limits
 
 
 def moe_case(
@@ -25,7 +26,7 @@ def moe_case(
     whole: bool = False,
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     """A call of moe_mlp.
 
     Args:
@@ -82,17 +83,14 @@ def moe_case(
     grads += (
         [f"{name}_{side}" for name in ("gate_up", "down") for side in "ab"] if lora_rank else []
     )
-    return OpCase(label, inputs, tuple(grads), options, large)
+    return Case(label, inputs, tuple(grads), options, large)
 
 
 _GPT_OSS: dict[str, Any] = {"interleaved": True, "transposed": True, "biased": True}
 
-MOE_MLP = OpSpec(
+MOE_MLP = tried(
     "moe_mlp",
-    moe_mlp,
-    moe_mlp_reference,
-    ("y",),
-    (
+    cases=(
         moe_case("frozen", 20, 2, 4, 64, 32),
         moe_case("adapted", 150, 2, 4, 64, 32, lora_rank=8, scaling=(2.0, 0.5)),
         moe_case("trained", 20, 2, 4, 64, 32, trained=True),
@@ -141,6 +139,6 @@ MOE_MLP = OpSpec(
             **_GPT_OSS,
         ),
     ),
-    moe_case("tiny", 4, 2, 3, 8, 8, lora_rank=2, trained=True),
+    tiny=moe_case("tiny", 4, 2, 3, 8, 8, lora_rank=2, trained=True),
     one_graph=False,
 )

@@ -2,19 +2,10 @@
 
 from typing import Any
 
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.swiglu.function import (
-    geglu,
-    geglu_reference,
-    geglu_tanh,
-    geglu_tanh_reference,
-    swiglu,
-    swiglu_packed,
-    swiglu_packed_reference,
-    swiglu_reference,
-)
+from trainkit.kernels.contract import Draw
 
 
 def gated_case(
@@ -25,7 +16,7 @@ def gated_case(
     grads: tuple[str, ...] = ("gate", "up"),
     scale: float = 2.0,
     large: bool = False,
-) -> OpCase:
+) -> Case:
     """A call of swiglu, geglu_tanh or geglu on operands of the given shape."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -42,12 +33,12 @@ def gated_case(
             gate, up = draw.normal(*shape, scale=scale), draw.normal(*shape)
         return {"gate": gate, "up": up}
 
-    return OpCase(label, inputs, grads, {}, large)
+    return Case(label, inputs, grads, {}, large)
 
 
 def packed_case(
     label: str, shape: tuple[int, ...], *, sliced: bool = False, large: bool = False, **options: Any
-) -> OpCase:
+) -> Case:
     """A call of swiglu_packed that returns the given shape."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -56,7 +47,7 @@ def packed_case(
             return {"gate_up": draw.normal(*shape[:-1], width + 16, scale=2.0)[..., :width]}
         return {"gate_up": draw.normal(*shape[:-1], width, scale=2.0)}
 
-    return OpCase(label, inputs, ("gate_up",), options, large)
+    return Case(label, inputs, ("gate_up",), options, large)
 
 
 _GATED = (
@@ -75,38 +66,13 @@ _GATED = (
     gated_case("long halves", (1025, 14336), layout="halves", large=True),
 )
 
-SWIGLU = OpSpec(
-    name="swiglu",
-    function=swiglu,
-    reference=swiglu_reference,
-    outputs=("h",),
-    cases=_GATED,
-    tiny=gated_case("tiny", (3, 5)),
+_OPS = tuple(
+    tried(name, cases=_GATED, tiny=gated_case("tiny", (3, 5)))
+    for name in ("swiglu", "geglu_tanh", "geglu")
 )
 
-GEGLU_TANH = OpSpec(
-    name="geglu_tanh",
-    function=geglu_tanh,
-    reference=geglu_tanh_reference,
-    outputs=("h",),
-    cases=_GATED,
-    tiny=gated_case("tiny", (3, 5)),
-)
-
-GEGLU = OpSpec(
-    name="geglu",
-    function=geglu,
-    reference=geglu_reference,
-    outputs=("h",),
-    cases=_GATED,
-    tiny=gated_case("tiny", (3, 5)),
-)
-
-SWIGLU_PACKED = OpSpec(
-    name="swiglu_packed",
-    function=swiglu_packed,
-    reference=swiglu_packed_reference,
-    outputs=("h",),
+SWIGLU_PACKED = tried(
+    "swiglu_packed",
     cases=(
         packed_case("odd", (5, 3, 123)),
         packed_case("odd, up first", (5, 123), order="up_gate"),
@@ -119,3 +85,5 @@ SWIGLU_PACKED = OpSpec(
     ),
     tiny=packed_case("tiny", (3, 5)),
 )
+
+GATES = (*_OPS, SWIGLU_PACKED)

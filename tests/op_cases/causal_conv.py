@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.causal_conv.function import causal_conv, causal_conv_reference
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.contract import Draw
 
 
 def conv_case(
@@ -20,7 +20,7 @@ def conv_case(
     frozen: bool = False,
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     """A call on documents of these lengths."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -36,14 +36,11 @@ def conv_case(
         return tensors
 
     grads = ("x",) if frozen else ("x", "weight", "bias") if bias else ("x", "weight")
-    return OpCase(label, inputs, grads, options, large)
+    return Case(label, inputs, grads, options, large)
 
 
-CAUSAL_CONV = OpSpec(
-    name="causal_conv",
-    function=causal_conv,
-    reference=causal_conv_reference,
-    outputs=("y",),
+CAUSAL_CONV = tried(
+    "causal_conv",
     cases=(
         conv_case("shorter than its reach", (1, 2, 3, 4, 5), 40),
         conv_case("edges of tiles", (15, 1, 16, 17), 33, bias=True),

@@ -1,10 +1,10 @@
 """The contract of apply_rope."""
 
 import torch
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.rope.function import apply_rope, apply_rope_reference
+from trainkit.kernels.contract import Draw
 
 
 def rope_case(
@@ -21,7 +21,7 @@ def rope_case(
     scaling: float = 1.0,
     interleaved: bool = False,
     large: bool = False,
-) -> OpCase:
+) -> Case:
     """A call on (batch, heads, seq_len, head_dim).
 
     Args:
@@ -82,14 +82,11 @@ def rope_case(
             "sin": (angles.sin() * scaling).to(dtype),
         }
 
-    return OpCase(label, inputs, ("q", "k"), {"interleaved": interleaved}, large)
+    return Case(label, inputs, ("q", "k"), {"interleaved": interleaved}, large)
 
 
-APPLY_ROPE = OpSpec(
-    name="apply_rope",
-    function=apply_rope,
-    reference=apply_rope_reference,
-    outputs=("q", "k"),
+APPLY_ROPE = tried(
+    "apply_rope",
     cases=(
         rope_case("qwen2-0.5b", heads=(14, 2), head_dim=64),
         rope_case("llama", heads=(8, 2), head_dim=128, layout="heads first"),

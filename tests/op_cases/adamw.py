@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from op_cases.op import Case, TriedOp
 from torch import Tensor
 
 from trainkit.kernels.adamw.function import adamw, adamw_reference, square_sum, square_sum_reference
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.contract import Draw
 
 
 def _adamw_reference(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -15,7 +16,7 @@ def _adamw_reference(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight, first, second, weight.to(arguments["gradient"].dtype)
 
 
-def adamw_case(label: str, numel: int, *, large: bool = False, **options: Any) -> OpCase:
+def adamw_case(label: str, numel: int, *, large: bool = False, **options: Any) -> Case:
     """A step of ``numel`` weights; gradients as small as those of a model of that size."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -31,15 +32,15 @@ def adamw_case(label: str, numel: int, *, large: bool = False, **options: Any) -
             "factor": wide(draw.normal(scale=0.3)).abs(),
         }
 
-    return OpCase(label, inputs, (), {"lr": 1e-3, **options}, large)
+    return Case(label, inputs, (), {"lr": 1e-3, **options}, large)
 
 
-def sum_case(label: str, numel: int, *, large: bool = False) -> OpCase:
+def sum_case(label: str, numel: int, *, large: bool = False) -> Case:
     """The squares of ``numel`` numbers."""
-    return OpCase(label, lambda draw: {"x": draw.normal(numel)}, (), {}, large)
+    return Case(label, lambda draw: {"x": draw.normal(numel)}, (), {}, large)
 
 
-ADAMW = OpSpec(
+ADAMW = TriedOp(
     name="adamw",
     function=adamw,
     reference=_adamw_reference,
@@ -56,7 +57,7 @@ ADAMW = OpSpec(
     one_graph=False,  # the scalars of a step come from the host
 )
 
-SQUARE_SUM = OpSpec(
+SQUARE_SUM = TriedOp(
     name="square_sum",
     function=square_sum,
     reference=square_sum_reference,

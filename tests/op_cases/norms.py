@@ -3,20 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.rms_norm.function import (
-    add_layer_norm,
-    add_layer_norm_reference,
-    add_rms_norm,
-    add_rms_norm_reference,
-    layer_norm,
-    layer_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
-from trainkit.kernels.rms_norm.gated import gated_rms_norm, gated_rms_norm_reference
+from trainkit.kernels.contract import Draw
 
 Layout = Callable[[Draw, tuple[int, ...]], Tensor]
 
@@ -59,7 +49,7 @@ def rms_norm_case(
     grads: tuple[str, ...] = ("x", "weight"),
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     """A call on x of the given shape; with a residual or a gate, of the op that takes it."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -80,14 +70,14 @@ def rms_norm_case(
         grads = ("x", "residual", *grads[1:])
     if gate and "x" in grads:
         grads = ("x", "gate", *grads[1:])
-    return OpCase(label, inputs, grads, options, large)
+    return Case(label, inputs, grads, options, large)
 
 
 _GEMMA: dict[str, Any] = {"offset": 1.0, "cast": "gemma"}
 
 
-def _cases(residual: bool) -> tuple[OpCase, ...]:
-    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+def _cases(residual: bool) -> tuple[Case, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> Case:
         return rms_norm_case(label, shape, residual=residual, **settings)
 
     return (
@@ -120,27 +110,21 @@ def _cases(residual: bool) -> tuple[OpCase, ...]:
     )
 
 
-RMS_NORM = OpSpec(
-    name="rms_norm",
-    function=rms_norm,
-    reference=rms_norm_reference,
-    outputs=("y",),
+RMS_NORM = tried(
+    "rms_norm",
     cases=_cases(residual=False),
     tiny=rms_norm_case("tiny", (3, 5), **_GEMMA),
 )
 
-ADD_RMS_NORM = OpSpec(
-    name="add_rms_norm",
-    function=add_rms_norm,
-    reference=add_rms_norm_reference,
-    outputs=("y", "sum"),
+ADD_RMS_NORM = tried(
+    "add_rms_norm",
     cases=_cases(residual=True),
     tiny=rms_norm_case("tiny", (3, 5), residual=True),
 )
 
 
-def _layer_norm_cases(residual: bool) -> tuple[OpCase, ...]:
-    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+def _layer_norm_cases(residual: bool) -> tuple[Case, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> Case:
         return rms_norm_case(label, shape, residual=residual, **{"bias": True, **settings})
 
     return (
@@ -175,27 +159,21 @@ def far(draw: Draw, shape: tuple[int, ...]) -> Tensor:
     return (draw.normal(*shape).float() + 50.0).to(draw.dtype)
 
 
-LAYER_NORM = OpSpec(
-    name="layer_norm",
-    function=layer_norm,
-    reference=layer_norm_reference,
-    outputs=("y",),
+LAYER_NORM = tried(
+    "layer_norm",
     cases=_layer_norm_cases(residual=False),
     tiny=rms_norm_case("tiny", (3, 5), bias=True),
 )
 
-ADD_LAYER_NORM = OpSpec(
-    name="add_layer_norm",
-    function=add_layer_norm,
-    reference=add_layer_norm_reference,
-    outputs=("y", "sum"),
+ADD_LAYER_NORM = tried(
+    "add_layer_norm",
     cases=_layer_norm_cases(residual=True),
     tiny=rms_norm_case("tiny", (3, 5), residual=True, bias=True),
 )
 
 
-def _gated_cases() -> tuple[OpCase, ...]:
-    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+def _gated_cases() -> tuple[Case, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> Case:
         return rms_norm_case(label, shape, gate=True, **settings)
 
     kimi: dict[str, Any] = {"activation": "sigmoid", "cast": "gemma"}
@@ -226,11 +204,10 @@ def _gated_cases() -> tuple[OpCase, ...]:
     )
 
 
-GATED_RMS_NORM = OpSpec(
-    name="gated_rms_norm",
-    function=gated_rms_norm,
-    reference=gated_rms_norm_reference,
-    outputs=("y",),
+GATED_RMS_NORM = tried(
+    "gated_rms_norm",
     cases=_gated_cases(),
     tiny=rms_norm_case("tiny", (3, 6), gate=True, gate_first=True, group=3),
 )
+
+NORMS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, GATED_RMS_NORM)

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_reference
+from trainkit.kernels.contract import Draw
 
 
 def cross_entropy_case(
@@ -20,7 +20,7 @@ def cross_entropy_case(
     num_items: str | int | None = None,
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     *rows, vocab = shape
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -44,14 +44,11 @@ def cross_entropy_case(
 
     if isinstance(num_items, int):
         options["num_items"] = num_items
-    return OpCase(label, inputs, ("logits",), options, large)
+    return Case(label, inputs, ("logits",), options, large)
 
 
-CROSS_ENTROPY = OpSpec(
-    name="cross_entropy",
-    function=cross_entropy,
-    reference=cross_entropy_reference,
-    outputs=("loss",),
+CROSS_ENTROPY = tried(
+    "cross_entropy",
     cases=(
         cross_entropy_case("odd", (2, 5, 123)),
         cross_entropy_case("streamed", (4, 15165)),

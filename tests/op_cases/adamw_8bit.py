@@ -3,18 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-from trainkit.kernels.adamw.spec import adamw_case
+from op_cases.adamw import adamw_case
+from op_cases.op import Case, TriedOp
+
 from trainkit.kernels.adamw_8bit.function import adamw_8bit
 from trainkit.kernels.adamw_8bit.reference import adamw_8bit_reference
-from trainkit.kernels.contract import OpCase, OpSpec
 
 
-def case(label: str, numel: int, **options: Any) -> OpCase:
+def case(label: str, numel: int, **options: Any) -> Case:
     """As AdamW's, with a step large enough to move bfloat16 weights."""
     return adamw_case(label, numel, **{"lr": 1e-2, "seed": 12345, **options})
 
 
-ADAMW_8BIT = OpSpec(
+ADAMW_8BIT = TriedOp(
     name="adamw_8bit",
     function=adamw_8bit,
     reference=adamw_8bit_reference,

@@ -2,15 +2,10 @@
 
 from typing import Any
 
+from op_cases.op import Case, tried
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.linear_cross_entropy.function import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_token_losses_reference,
-)
-from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
+from trainkit.kernels.contract import Draw
 
 
 def linear_cross_entropy_case(
@@ -25,7 +20,7 @@ def linear_cross_entropy_case(
     frozen: bool = False,
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     """A call on hidden states (*rows, hidden_size)."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -47,14 +42,11 @@ def linear_cross_entropy_case(
     grads = (
         ("hidden",) if frozen else ("hidden", "weight", "bias") if bias else ("hidden", "weight")
     )
-    return OpCase(label, inputs, grads, options, large)
+    return Case(label, inputs, grads, options, large)
 
 
-LINEAR_CROSS_ENTROPY = OpSpec(
-    name="linear_cross_entropy",
-    function=linear_cross_entropy,
-    reference=linear_cross_entropy_reference,
-    outputs=("loss",),
+LINEAR_CROSS_ENTROPY = tried(
+    "linear_cross_entropy",
     # Sizes at which the roundings of thousands of numbers average out: eager rounds the logits'
     # gradient after the incoming gradient and 1 / num_items have entered, this op before.
     cases=(
@@ -93,16 +85,10 @@ LINEAR_CROSS_ENTROPY = OpSpec(
         num_items=3,
     ),
     one_graph=False,
-    # 1 / 512 - 1, the gradient of a label in an untrained model, lies halfway between two numbers
-    # of bf16: all rows round alike, and what divides them puts the plain model's somewhere else.
-    own_rounding=True,
 )
 
-LINEAR_TOKEN_LOSSES = OpSpec(
-    name="linear_token_losses",
-    function=linear_token_losses,
-    reference=linear_token_losses_reference,
-    outputs=("losses",),
+LINEAR_TOKEN_LOSSES = tried(
+    "linear_token_losses",
     cases=(
         linear_cross_entropy_case("odd", (3, 11), 123, 1999),
         linear_cross_entropy_case("turned", (4, 8), 128, 2000, turned=True),

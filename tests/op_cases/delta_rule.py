@@ -1,14 +1,13 @@
 """The contract of gated_delta_rule."""
 
-import functools
 from typing import Any
 
 import torch
+from op_cases.op import Case, tried
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.delta_rule.function import gated_delta_rule, gated_delta_rule_reference
+from trainkit.kernels.contract import Draw
 
 
 def delta_case(
@@ -22,7 +21,7 @@ def delta_case(
     sliced: bool = False,
     large: bool = False,
     **options: Any,
-) -> OpCase:
+) -> Case:
     """A call on documents of these lengths.
 
     Args:
@@ -61,14 +60,11 @@ def delta_case(
             "cu_seqlens": torch.tensor([0, *lengths], device=draw.device).cumsum(0).int(),
         }
 
-    return OpCase(label, inputs, ("q", "k", "v", "g", "beta"), options, large)
+    return Case(label, inputs, ("q", "k", "v", "g", "beta"), options, large)
 
 
-GATED_DELTA_RULE = OpSpec(
-    name="gated_delta_rule",
-    function=gated_delta_rule,
-    reference=functools.partial(gated_delta_rule_reference, rounded=True),
-    outputs=("o",),
+GATED_DELTA_RULE = tried(
+    "gated_delta_rule",
     cases=(
         delta_case("short documents", (1, 2, 3, 0, 5), (1, 2), (16, 16)),
         delta_case("edges of chunks", (63, 1, 65), (1, 1), (32, 16)),
@@ -82,7 +78,4 @@ GATED_DELTA_RULE = OpSpec(
     ),
     tiny=delta_case("tiny", (3, 2), (1, 2), (4, 3)),
     one_graph=False,
-    # The reference's backward pass multiplies by gradients that are not rounded, and sums dg from
-    # the end; the kernel takes what comes before from the total, which rounds two sums.
-    roundings=3.0,
 )

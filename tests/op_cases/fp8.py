@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from op_cases.op import Case, TriedOp
 from torch import Tensor
 
-from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.contract import Draw
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
     fp8_gate,
@@ -58,7 +59,7 @@ def quantize_case(
     layout: str = "dense",
     large: bool = False,
     keep: bool = False,
-) -> OpCase:
+) -> Case:
     """Quantising rows of the given shape."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -73,10 +74,10 @@ def quantize_case(
             x = draw.normal(rows, 2 * width)[:, width:]
         return {"x": x, **({"factor": _scales(draw, width).flatten()} if factor else {})}
 
-    return OpCase(label, inputs, (), {"keep_largest": True} if keep else {}, large)
+    return Case(label, inputs, (), {"keep_largest": True} if keep else {}, large)
 
 
-def _joint_case(label: str, rows: int, *widths: int, large: bool = False) -> OpCase:
+def _joint_case(label: str, rows: int, *widths: int, large: bool = False) -> Case:
     def inputs(draw: Draw) -> dict[str, Tensor]:
         named = {}
         for name, width in zip("xyz", widths, strict=False):
@@ -84,17 +85,17 @@ def _joint_case(label: str, rows: int, *widths: int, large: bool = False) -> OpC
             named[f"factor_{name}"] = _scales(draw, width)
         return named
 
-    return OpCase(label, inputs, (), {}, large)
+    return Case(label, inputs, (), {}, large)
 
 
-def _transpose_case(label: str, width: int, *rows: int, large: bool = False) -> OpCase:
+def _transpose_case(label: str, width: int, *rows: int, large: bool = False) -> Case:
     def inputs(draw: Draw) -> dict[str, Tensor]:
         return {name: _codes(draw, n, width) for name, n in zip("xyz", rows, strict=False)}
 
-    return OpCase(label, inputs, (), {}, large)
+    return Case(label, inputs, (), {}, large)
 
 
-def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> OpCase:
+def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> Case:
     def inputs(draw: Draw) -> dict[str, Tensor]:
         named = {
             "a": _codes(draw, m, k),
@@ -104,7 +105,7 @@ def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> O
         }
         return {**named, "bias": draw.normal(n).bfloat16()} if bias else named
 
-    return OpCase(label, inputs, (), {}, large=m * n * k > 2**22)
+    return Case(label, inputs, (), {}, large=m * n * k > 2**22)
 
 
 def _joint(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -123,13 +124,13 @@ def _joint(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
     return call
 
 
-def _both_case(label: str, rows: int, *widths: int, large: bool = False) -> OpCase:
+def _both_case(label: str, rows: int, *widths: int, large: bool = False) -> Case:
     joint = _joint_case(label, rows, *widths)
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         return {**joint.inputs(draw), "row_factor": _scales(draw, rows).flatten()}
 
-    return OpCase(label, inputs, (), {}, large)
+    return Case(label, inputs, (), {}, large)
 
 
 def _both(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -158,26 +159,24 @@ def _parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _columns_case(
     label: str, rows: int, width: int, *, codes: bool = False, large: bool = False
-) -> OpCase:
+) -> Case:
     def inputs(draw: Draw) -> dict[str, Tensor]:
         x = _codes(draw, rows, width) if codes else draw.normal(rows, width)
         return {"x": x, "row_factor": _scales(draw, rows).flatten()}
 
-    return OpCase(label, inputs, (), {}, large)
+    return Case(label, inputs, (), {}, large)
 
 
-def _gate_case(
-    label: str, rows: int, width: int, *, large: bool = False, **options: bool
-) -> OpCase:
+def _gate_case(label: str, rows: int, width: int, *, large: bool = False, **options: bool) -> Case:
     def inputs(draw: Draw) -> dict[str, Tensor]:
         return {"gate": draw.normal(rows, width, scale=2.0), "up": draw.normal(rows, width)}
 
-    return OpCase(label, inputs, (), options, large)
+    return Case(label, inputs, (), options, large)
 
 
 def _gate_backward_case(
     label: str, rows: int, width: int, *, large: bool = False, **options: bool
-) -> OpCase:
+) -> Case:
     forward = _gate_case(label, rows, width)
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -185,7 +184,7 @@ def _gate_backward_case(
         named["factor_gate"], named["factor_up"] = (_scales(draw, width) for _ in range(2))
         return named
 
-    return OpCase(label, inputs, (), options, large)
+    return Case(label, inputs, (), options, large)
 
 
 def _rows_of_gate(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
@@ -222,7 +221,7 @@ def _back_through_gate(function: Callable[..., tuple[Tensor, ...]]) -> Callable[
     return call
 
 
-FP8_QUANTIZE = OpSpec(
+FP8_QUANTIZE = TriedOp(
     name="fp8_quantize",
     function=fp8_quantize,
     reference=fp8_quantize_reference,
@@ -248,7 +247,7 @@ FP8_QUANTIZE = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_QUANTIZE_JOINT = OpSpec(
+FP8_QUANTIZE_JOINT = TriedOp(
     name="fp8_quantize_joint",
     function=_joint(fp8_quantize_joint),
     reference=_joint(fp8_quantize_joint_reference),
@@ -263,7 +262,7 @@ FP8_QUANTIZE_JOINT = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_QUANTIZE_BOTH = OpSpec(
+FP8_QUANTIZE_BOTH = TriedOp(
     name="fp8_quantize_both",
     function=_both(fp8_quantize_both),
     reference=_both(fp8_quantize_both_reference),
@@ -280,7 +279,7 @@ FP8_QUANTIZE_BOTH = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_QUANTIZE_COLUMNS = OpSpec(
+FP8_QUANTIZE_COLUMNS = TriedOp(
     name="fp8_quantize_columns",
     function=fp8_quantize_columns,
     reference=fp8_quantize_columns_reference,
@@ -295,7 +294,7 @@ FP8_QUANTIZE_COLUMNS = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_GATE = OpSpec(
+FP8_GATE = TriedOp(
     name="fp8_gate",
     function=_rows_of_gate(fp8_gate),
     reference=_rows_of_gate(fp8_gate_reference),
@@ -311,7 +310,7 @@ FP8_GATE = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_GATE_BACKWARD = OpSpec(
+FP8_GATE_BACKWARD = TriedOp(
     name="fp8_gate_backward",
     function=_back_through_gate(fp8_gate_backward),
     reference=_back_through_gate(fp8_gate_backward_reference),
@@ -327,7 +326,7 @@ FP8_GATE_BACKWARD = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_TRANSPOSE = OpSpec(
+FP8_TRANSPOSE = TriedOp(
     name="fp8_transpose",
     function=_parts(fp8_transpose),
     reference=_parts(fp8_transpose_reference),
@@ -342,7 +341,7 @@ FP8_TRANSPOSE = OpSpec(
     smallest_target=_TARGET,
 )
 
-FP8_MATMUL = OpSpec(
+FP8_MATMUL = TriedOp(
     name="fp8_matmul",
     function=fp8_matmul,
     reference=fp8_matmul_reference,
@@ -357,4 +356,15 @@ FP8_MATMUL = OpSpec(
     tiny=_matmul_case("tiny", 2, 16, 16),
     smallest_target=_TARGET,
     hardware_error=_FAST_ACCUMULATION,
+)
+
+FP8_OPS = (
+    FP8_QUANTIZE,
+    FP8_QUANTIZE_JOINT,
+    FP8_QUANTIZE_BOTH,
+    FP8_QUANTIZE_COLUMNS,
+    FP8_GATE,
+    FP8_GATE_BACKWARD,
+    FP8_TRANSPOSE,
+    FP8_MATMUL,
 )

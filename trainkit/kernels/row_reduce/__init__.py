@@ -1,1 +1,0 @@
-"""The largest or smallest element of each row."""
