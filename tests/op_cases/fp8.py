@@ -108,20 +108,18 @@ def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> C
     return Case(label, inputs, (), {}, large=m * n * k > 2**22)
 
 
-def _joint(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def call(
-        x: Tensor,
-        factor_x: Tensor,
-        y: Tensor,
-        factor_y: Tensor,
-        z: Tensor | None = None,
-        factor_z: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        parts = [each for each in (x, y, z) if each is not None]
-        factors = [each for each in (factor_x, factor_y, factor_z) if each is not None]
-        return function(parts, factors)
+def _listed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of lists of parts, of their factors and of one of rows: each by its own name."""
+
+    def call(**named: Tensor) -> Any:
+        given = [[named[each] for each in names if each in named] for names in _LISTS]
+        rows = [named["row_factor"]] if "row_factor" in named else []
+        return function(*filter(None, given), *rows)
 
     return call
+
+
+_LISTS = ("xyz", ("factor_x", "factor_y", "factor_z"))
 
 
 def _both_case(label: str, rows: int, *widths: int, large: bool = False) -> Case:
@@ -131,30 +129,6 @@ def _both_case(label: str, rows: int, *widths: int, large: bool = False) -> Case
         return {**joint.inputs(draw), "row_factor": _scales(draw, rows).flatten()}
 
     return Case(label, inputs, (), {}, large)
-
-
-def _both(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    def call(
-        x: Tensor,
-        factor_x: Tensor,
-        row_factor: Tensor,
-        y: Tensor | None = None,
-        factor_y: Tensor | None = None,
-        z: Tensor | None = None,
-        factor_z: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        parts = [each for each in (x, y, z) if each is not None]
-        factors = [each for each in (factor_x, factor_y, factor_z) if each is not None]
-        return function(parts, factors, row_factor)
-
-    return call
-
-
-def _parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Tensor:
-        return function([each for each in (x, y, z) if each is not None])
-
-    return call
 
 
 def _columns_case(
@@ -249,8 +223,8 @@ FP8_QUANTIZE = TriedOp(
 
 FP8_QUANTIZE_JOINT = TriedOp(
     name="fp8_quantize_joint",
-    function=_joint(fp8_quantize_joint),
-    reference=_joint(fp8_quantize_joint_reference),
+    function=_listed(fp8_quantize_joint),
+    reference=_listed(fp8_quantize_joint_reference),
     outputs=("codes", "scales"),
     cases=(
         _joint_case("q, k and v", 5, 64, 16, 16),
@@ -264,8 +238,8 @@ FP8_QUANTIZE_JOINT = TriedOp(
 
 FP8_QUANTIZE_BOTH = TriedOp(
     name="fp8_quantize_both",
-    function=_both(fp8_quantize_both),
-    reference=_both(fp8_quantize_both_reference),
+    function=_listed(fp8_quantize_both),
+    reference=_listed(fp8_quantize_both_reference),
     outputs=("codes", "scales", "turned", "turned_scales"),
     cases=(
         _both_case("one", 37, 272),
@@ -328,8 +302,8 @@ FP8_GATE_BACKWARD = TriedOp(
 
 FP8_TRANSPOSE = TriedOp(
     name="fp8_transpose",
-    function=_parts(fp8_transpose),
-    reference=_parts(fp8_transpose_reference),
+    function=_listed(fp8_transpose),
+    reference=_listed(fp8_transpose_reference),
     outputs=("out",),
     cases=(
         _transpose_case("one", 96, 48),
