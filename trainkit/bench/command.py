@@ -32,7 +32,7 @@ from trainkit.bench.providers import Shape
 from trainkit.processes import module_command
 
 _FIRST_ID, _LAST_ID = 2, 250
-"""Ids of the rows: the byte-level tokenizer beside the base has as many."""
+"""Ids of the rows: the byte-level tokenizer next to the base has as many."""
 
 _LOSS = re.compile(r"\bloss'?:?\s+'?(\d[\d.e+-]*)")
 _STEP_OF_TRAINER, _STEP_OF_TRAINKIT = re.compile(r"^\{.*'loss':"), re.compile(r"^step +\d+/")
