@@ -1,5 +1,6 @@
 """``trainkit sft`` up to the training: what the options mean, and what stops before torch."""
 
+import os
 import subprocess
 import sys
 import types
@@ -48,6 +49,14 @@ def test_the_last_line_is_the_run_directory(recipe, trained, capsys):
         False,
         None,
     )
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_on_a_cpu_there_is_no_gpu_to_choose_for(recipe, trained, monkeypatch, on_cpu):
+    """Attention and kernels ask torch, which then finds none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["sft", "--config", "r.yaml", f"training.use_cpu={str(on_cpu).lower()}"]) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if on_cpu else "0,1")
 
 
 def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):

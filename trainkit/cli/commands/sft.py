@@ -156,6 +156,9 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         contextlib.redirect_stderr(people),
         contextlib.redirect_stdout(people),
     ):
+        if loaded.recipe.training.get("use_cpu"):
+            # Before torch looks for any: what asks whether there is a GPU would choose for one.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
