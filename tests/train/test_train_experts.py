@@ -14,7 +14,9 @@ from trainkit.lora import LoraOptions, attach
 from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.parallel.rows import next_tokens
 from trainkit.patching import patch
+from trainkit.train.checkpoints import Save
 from trainkit.train.experts import ExpertsTrain
+from trainkit.train.saves import _write_weights
 
 E, PAD = 8, 90
 AUXILIARY = (
@@ -187,3 +189,30 @@ def test_a_run_logs_and_draws_them(tmp_path, tiny_tokenizer):
     assert {"eval_router_loss", "eval_loss"} <= last.keys()
     # cross entropy and the routers' loss are apart in evaluation, and a sum in training
     assert first["loss"] - first["router_loss"] == pytest.approx(last["eval_loss"], rel=0.1)
+
+
+@pytest.mark.parametrize("status", ["on", "off", None])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_nobody_walks_over_a_model_whose_forward_pass_changes_its_modules(
+    adapted, status, tmp_path
+):
+    """peft's experts take other modules in while they run: nothing may be saved meanwhile."""
+    model = make_moe(96)
+    if adapted:
+        model = attach(model, LoraOptions(r=4))
+    written = []
+    model.save_pretrained = lambda *_, **__: written.append(1)
+    engine = SimpleNamespace(save_weights=lambda save, write: save.defer(None, lambda: write({})))
+    loop = SimpleNamespace(
+        model=model, engine=engine, tokenizer=SimpleNamespace(save_pretrained=lambda _: None),
+        checkpoints=SimpleNamespace(fingerprint={}),
+        run=SimpleNamespace(built=SimpleNamespace(runs={"lora_experts": status} if status else {})),
+    )  # fmt: skip
+    save = Save(tmp_path / "m")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")
+    _write_weights(loop, save)
+    at_once = adapted and status != "on"
+    assert bool(written) == at_once, save.problem
+    save.finish(records=False)
+    assert len(written) == 1

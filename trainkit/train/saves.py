@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -189,7 +190,13 @@ def _write_weights(loop: LoopState, save: Save) -> None:
         base = Path(loop.model.config.name_or_path)
         remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
 
-    loop.engine.save_weights(save, write)
+    # peft's own forward pass over experts changes the model's modules while it runs: nobody may
+    # walk over them then, as its `save_pretrained` does.
+    runs_peft = any(isinstance(each, ParamWrapper) for each in loop.model.modules())
+    runs_peft &= loop.run.built.runs.get("lora_experts") != "on"
+    now = Save(save.directory, at_once=True) if runs_peft else save
+    loop.engine.save_weights(now, write)
+    save.problem = save.problem or now.problem
 
 
 # What a run needs on the disk: a checkpoint and the final model, told before the first step.
