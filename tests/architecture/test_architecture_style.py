@@ -33,7 +33,7 @@ def test_files_and_functions_stay_short(path):
 
 BUDGET = {
     "trainkit": {"files": 371, "code": 60_450, "words": 10_700},
-    "tests": {"code": 41_500},
+    "tests": {"code": 41_550},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_480},
 }

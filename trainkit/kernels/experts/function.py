@@ -263,18 +263,16 @@ class _Experts(KernelFunction):
         rank = pad_rank(max(ranks)) if any(ranks) else 0
         b1 = None if gate_up_b is None else gate_up_b.transpose(1, 2)
         b2 = None if down_b is None else down_b.transpose(1, 2)
-        a1, b1, a2, b2 = (
-            _factor(a, x, rank, num_experts, size)
-            for a, size in (
-                (gate_up_a, x.shape[1]),
-                (b1, 2 * width),
-                (down_a, width),
-                (b2, x.shape[1]),
-            )
-        )
+
+        def factor(a: Tensor | None, size: int) -> Tensor | None:
+            return _factor(a, x, rank, num_experts, size)
+
+        a1 = factor(gate_up_a, x.shape[1])
         rows, low = kernel.gather(x, way, a1, scaling[0])
+        b1 = factor(b1, 2 * width)
         u = grouped_product(rows, gate_up, way, transposed=not transposed, low_rank=(low, b1))
         del rows
+        a2, b2 = factor(down_a, width), factor(b2, x.shape[1])  # while the device multiplies
         bias = None if gate_up_bias is None else gate_up_bias.contiguous()
         h = kernel.gate_forward(u, way, bias, gate)
         h_low = kernel.inner(h, way, a2, scaling[1])

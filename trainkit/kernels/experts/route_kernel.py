@@ -142,8 +142,8 @@ def route(index: Tensor, num_experts: int) -> Route:
         (counts, ends, tile_expert, tile_row, num_tiles),
         (),
         (num_blocks,),
-        (num_experts, width, max(16384 // width, 1), ROWS),
-        16,
+        (num_experts, width, max(8192 // width, 1), ROWS),
+        8,
     )
     if num_slots:
         pointers = (index, counts, ends, slots, places)
