@@ -1,9 +1,12 @@
 """Stacks kept as codes: the same bits as over the weights that they stand for, and no gradient."""
 
+import weakref
+
 import pytest
 import torch
 from op_cases.experts import MOE_MLP
 
+from trainkit.kernels import launch
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.experts.function import Packed, moe_mlp
 
@@ -14,11 +17,15 @@ CASES = [case for case in MOE_MLP.cases if case.label in ("adapted", "biased wit
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_codes_are_read_in_both_directions(case, dtype, device):
     tensors = case.inputs(Draw.seeded(torch.bfloat16, device, 0))
-    reads = []
+    reads, made = [], []
 
     def unpack(codes, wanted):
         reads.append(wanted)
-        return codes.view(torch.bfloat16).to(wanted)
+        if launch.runs_kernel(tensors["x"]):  # one stack at a time
+            assert not any(each() is not None for each in made)
+        weights = codes.view(torch.bfloat16).to(wanted, copy=True)
+        made.append(weakref.ref(weights))
+        return weights
 
     results = []
     for packs in (False, True):

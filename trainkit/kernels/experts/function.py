@@ -254,9 +254,9 @@ class _Experts(KernelFunction):
         unpacks: Sequence[Callable[[Tensor, torch.dtype], Tensor] | None],
     ) -> Tensor:
         stored, ctx.unpacks = (gate_up, down), unpacks
-        gate_up, down = _read(stored, unpacks, x.dtype)
+        (gate_up,) = _read(stored[:1], unpacks[:1], x.dtype)
         num_experts = gate_up.shape[0]
-        width = down.shape[1 if transposed else 2]
+        width = gate_up.shape[2 if transposed else 1] // 2
         x, scale = x.contiguous(), scale.contiguous()
         way = route(index, num_experts)
         ranks = [0 if a is None else a.shape[1] for a in (gate_up_a, down_a)]
@@ -271,7 +271,8 @@ class _Experts(KernelFunction):
         rows, low = kernel.gather(x, way, a1, scaling[0])
         b1 = factor(b1, 2 * width)
         u = grouped_product(rows, gate_up, way, transposed=not transposed, low_rank=(low, b1))
-        del rows
+        del rows, gate_up  # of codes only one stack is there at a time
+        (down,) = _read(stored[1:], unpacks[1:], x.dtype)
         a2, b2 = factor(down_a, width), factor(b2, x.shape[1])  # while the device multiplies
         bias = None if gate_up_bias is None else gate_up_bias.contiguous()
         h = kernel.gate_forward(u, way, bias, gate)
