@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
     "gpt_neox": {"rotary_pct": 0.25},
-    "gpt2": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 64,

@@ -30,8 +30,8 @@ TYPES = {
     "nage": "jamba",
     "NArg": "olmo",
     "Nrg": "cohere2",
-    "Nr": "codegen falcon gptj phi",
-    "NAr": "gpt_neox nemotron",
+    "Nr": "codegen falcon gpt_neox gptj phi",
+    "NAr": "nemotron",
     "N": "bloom gpt2 gpt_bigcode opt",
     "NA": "bert biogpt",
 }

@@ -142,11 +142,11 @@ def test_what_another_library_replaced_is_refused(llama, monkeypatch):
 
 
 def test_another_activation_is_off_with_the_reason_and_an_error_when_asked_for():
-    model = make("qwen2", hidden_act="gelu")
+    model = make("qwen2", hidden_act="relu")
     row = trainkit.patch(model).row("swiglu")
     assert (row.status, row.num_modules) == ("off", 0)
-    assert "gelu(gate) * up, split: trainkit has no kernel" in row.reason
-    refused(make("qwen2", hidden_act="gelu"), "gelu.gate", {"swiglu": True})
+    assert "relu(gate) * up, split: trainkit has no kernel" in row.reason
+    refused(make("qwen2", hidden_act="relu"), "relu.gate", {"swiglu": True})
 
 
 def test_an_op_that_does_not_apply_is_off_with_the_reason():

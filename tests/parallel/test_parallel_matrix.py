@@ -57,6 +57,19 @@ def test_a_refusal_names_the_key_and_the_reason():
     assert "lora" in str(refused.value)
 
 
+@pytest.mark.parametrize("key", ["router_aux_loss", "router_z_loss"])
+def test_losses_of_routers_are_refused_where_a_rank_has_some_of_them(key):
+    from trainkit.recipe import Recipe
+
+    with pytest.raises(RecipeError, match="the routers of all layers have one loss") as refused:
+        Recipe(
+            model={"name_or_path": "m", key: 0.1},
+            data={"train": ["a"]},
+            parallel={"pipeline": 2},
+        )
+    assert f"model.{key}" in str(refused.value)
+
+
 @pytest.mark.parametrize("key", ["recompute.offload", "lora.offload_activations"])
 def test_a_stage_that_is_recomputed_as_a_whole_offloads_nothing(key):
     from trainkit.recipe import Recipe

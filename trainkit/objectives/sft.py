@@ -32,6 +32,7 @@ from trainkit.objectives.objective import (
 )
 from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.options.data import IGNORE_INDEX
+from trainkit.parallel.pipeline.chain import Placeholder
 from trainkit.parallel.rows import next_tokens
 
 
@@ -70,7 +71,9 @@ class TokenMeanLoss:
             SourceLosses(model, sources) if sources else None
             for sources in (setup.train_sources, setup.eval_sources)
         )
-        self._routing = Routing(model) if expert_parameters(model) else None
+        # A rank of a pipeline sees its own layers' experts, of micro-batches that cross.
+        is_cut = any(isinstance(each, Placeholder) for each in model.modules())
+        self._routing = Routing(model) if expert_parameters(model) and not is_cut else None
         self.train_metrics = Together.of(self._sources, self._routing)
         self.eval_metrics = Together.of(
             self._eval_sources, self.routers if self.routers.is_on else None

@@ -112,6 +112,10 @@ def _patterns(value: object) -> object:
     return [str(each) if number else each for each, number in zip(items, is_number, strict=True)]
 
 
+ROUTER_LOSSES = ("router_aux_loss", "router_z_loss")
+"""Keys of ``model`` that give a model's routers losses of their own."""
+
+
 class ModelOptions(Section):
     """What is trained."""
 

@@ -193,6 +193,7 @@ class Combination:
         lora: what of the adapters a pipeline cannot spread: its key, or None.
         offloads: the key that sends activations to the host, or None.
         measures: the keys that have the model asked questions while it trains.
+        routers: the keys that give the routers losses.
     """
 
     parallel: ParallelOptions
@@ -214,6 +215,7 @@ class Combination:
     lora: str | None = None
     offloads: str | None = None
     measures: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
 
     @property
     def shard(self) -> str:

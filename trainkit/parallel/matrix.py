@@ -195,6 +195,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8 products are chosen on a whole model, and a rank of a pipeline has its own layers",
         "remove the fp8 products, or parallel.pipeline",
     ),
+    *(
+        Refusal(
+            key,
+            lambda one, key=key: one.pipeline > 1 and key in one.routers,  # type: ignore[misc]
+            "the routers of all layers have one loss together, and the last stage has its own only",
+            f"remove {key}, or parallel.pipeline",
+        )
+        for key in ("model.router_aux_loss", "model.router_z_loss")
+    ),
     Refusal(
         "objective",
         lambda one: one.pipeline > 1 and one.objective != "sft",

@@ -22,7 +22,7 @@ from trainkit.options import (
     TaskOptions,
     broken_rule,
 )
-from trainkit.options.model import LORA_OPS
+from trainkit.options.model import LORA_OPS, ROUTER_LOSSES
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import Combination
 from trainkit.options.section import ask, nearest
@@ -138,6 +138,7 @@ class Recipe(Section):
             attention=self.model.attn_implementation,
             max_length=self.data.max_length,
             measures=tuple(key for key, is_on in figures.items() if is_on),
+            routers=tuple(f"model.{key}" for key in ROUTER_LOSSES if getattr(self.model, key)),
             computes_fp8=bool(self.model.fp8 or (lora is not None and lora.quantize == "fp8")),
             recompute=recompute,
             optim_in_backward=self.optim_in_backward,
@@ -233,7 +234,7 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
 
 def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
     """Recipes that compare two answers."""
-    routers = [k for k in ("router_aux_loss", "router_z_loss") if getattr(recipe.model, k)]
+    routers = [k for k in ROUTER_LOSSES if getattr(recipe.model, k)]
     if routers and recipe.objective != DEFAULT_OBJECTIVE:
         yield (
             f"model.{routers[0]}",

@@ -315,7 +315,7 @@ def _find(replica: Any, plan: Plan) -> None:
         key = code_signature(call.module)
         if key in plan.parts or signature(call.module) in plan.parts:
             continue
-        parts = [*_turning_parts(call.module, turned, turns), *_joining_parts(call.module, norms)]
+        parts = [*_turning_parts(call.module, turned, turns), *_joining_parts(call, norms)]
         if parts:
             plan.parts[key] = parts
     reason = why_no_loss_head(replica)
@@ -439,8 +439,12 @@ def _turning_parts(
         yield Part(shared, kind.__name__, "read together")
 
 
-def _joining_parts(module: nn.Module, norms: Mapping[Signature, Finding]) -> Iterator[Part]:
-    """A layer whose source adds and then calls one of its norms; all of them of one kind."""
+def _joining_parts(call: _Seen, norms: Mapping[Signature, Finding]) -> Iterator[Part]:
+    """A layer whose source adds and then calls one of its norms; all of them of one kind.
+
+    Only where it does so with its settings: the lines may lie in a branch that it never takes.
+    """
+    module = call.module
     joined: dict[str, list[JoinedNorm]] = {}
     for name, child in module.named_children():
         found = norms.get(signature(child))
@@ -448,9 +452,11 @@ def _joining_parts(module: nn.Module, norms: Mapping[Signature, Finding]) -> Ite
             made = JoinedNorm(name, type(child), found.settings["made"])
             joined.setdefault(f"add_{found.op}", []).append(made)
     for op, those in joined.items():
-        settings = {"norms": tuple(those)}
-        made_class: Any = subclass_of(type(module), Rewritten, settings)
-        if made_class.joined:
+        made_class: Any = subclass_of(type(module), Rewritten, {"norms": tuple(those)})
+        ran = _joined_in(call, made_class) if made_class.joined else set()
+        settings = {"norms": tuple(each for each in those if each.name in ran)}
+        if ran:
+            made_class = subclass_of(type(module), Rewritten, settings)
             detail = f"add, then {', '.join(made_class.joined)}"
             yield Part(
                 Finding(op, "on", detail, None, None, Rewritten, settings),
@@ -458,6 +464,26 @@ def _joining_parts(module: nn.Module, norms: Mapping[Signature, Finding]) -> Ite
                 op,
             )
             return
+
+
+@torch.no_grad()
+def _joined_in(call: _Seen, made: type[Rewritten]) -> set[str]:
+    """The norms that a layer's call takes additions into."""
+    ran: set[str] = set()
+
+    def add_norm(self: Any, name: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        ran.add(name)
+        return made.add_norm(self, name, x, residual)
+
+    plain = type(call.module)
+    try:
+        call.module.__class__ = type(made.__name__, (made,), {"add_norm": add_norm})
+        call.module(*call.args, **call.kwargs)
+    except FAILURES:
+        return set(made.joined)  # the whole step will say why
+    finally:
+        call.module.__class__ = plain
+    return ran
 
 
 # The whole step.
