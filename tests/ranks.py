@@ -108,15 +108,32 @@ def _warm():
     import deepspeed.utils.numa
     import peft.tuners.lora.bnb
     import peft.utils.transformers_weight_conversion  # noqa: F401
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    import torch.profiler._cupti_monitor
+    import torch.utils.serialization.config
+    import transformers.models
+    import typer._adapters
+    import typer._click.decorators  # noqa: F401
+    from tiny import make_tokenizer
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import trainkit.parallel.zero.engine  # noqa: F401
+    from trainkit.lora.read_weights import read_weights
+    from trainkit.run import environment, report
     from trainkit.train.resume.surroundings import code_digest
 
+    for file in sorted((TESTS.parent / "trainkit").rglob("[!_]*.py")):
+        parts = file.relative_to(TESTS.parent).with_suffix("").parts
+        if parts[1] not in ("replace_kernel", "started"):  # they act at once
+            importlib.import_module(".".join(parts))
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
     code_digest()
+    report.parts(), report.parts("model_card.md")
+    make_tokenizer().apply_chat_template([{"role": "user", "content": "a"}])
+    for family in ("llama", "qwen2"):
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(family, num_hidden_layers=1)
+            read_weights(transformers.AutoModelForCausalLM.from_config(config))
+    packages = environment._packages()
+    environment._packages = lambda: packages
     # DeepSpeed's CPU accelerator starts a program for each bucket of gradients to count its nodes.
     cores = deepspeed.utils.numa.get_numa_cores()
     deepspeed.utils.numa.get_numa_cores = lambda: cores

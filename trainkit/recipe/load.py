@@ -55,6 +55,8 @@ class ResolvedValue:
     @property
     def shown(self) -> Any:
         """The value, or ``<redacted>`` where its key says that it is a secret."""
+        if self.value is None or isinstance(self.value, int | float):
+            return self.value  # hides nothing, and most are
         key = self.key.rpartition(".")[2]
         return redact({key: self.value})[key]
 
