@@ -22,6 +22,29 @@ def uneven_rows(numbers):
     )
 
 
+def make_uneven(root, model, recipe, **files):
+    """A folder with a model ``m``, a recipe, and a file of uneven rows for each range."""
+    for name, numbers in files.items():
+        (root / f"{name}.jsonl").write_text(uneven_rows(numbers), encoding="utf-8")
+    (root / "m").symlink_to(model)
+    (root / "r.yaml").write_text(recipe)
+    return root
+
+
+def sft(root, *words, num_ranks=1):
+    """``trainkit sft WORDS``, which must end well."""
+    said = trainkit(root, "sft", *words, num_ranks=num_ranks)
+    assert said.code == 0, said.err
+    return said
+
+
+def logged(run):
+    """The rows of a run, without what the clock and the memory say."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "per_second", "runtime", "memory", "mfu")
+    return [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in rows]
+
+
 class Project:
     """A folder with a tiny model ``m``, rows ``d.jsonl`` and a recipe ``r.yaml``."""
 

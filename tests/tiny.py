@@ -73,3 +73,26 @@ def make_qwen2(vocab_size, *, seed=0, **overrides):
         "tie_word_embeddings": True,
     }
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**sizes, **overrides}))
+
+
+def make_adapter(base, directory, targets="all-linear", *, size=0.1, dtype=None, seed=1, **options):
+    """A peft adapter of a model or its directory, every part away from its start as if trained."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    given = isinstance(base, PreTrainedModel)
+    model = base if given else AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets, **options})
+    wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if parameter.requires_grad and "magnitude" in name:
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.8, 1.2))
+            elif parameter.requires_grad:
+                parameter.add_(size * torch.randn_like(parameter))
+            if parameter.requires_grad and dtype is not None:
+                parameter.data = parameter.data.to(dtype)
+    wrapped.save_pretrained(directory)
+    return directory

@@ -1,10 +1,12 @@
 """A tiny random model of any causal-LM class of transformers, to try attention on."""
 
-import importlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import configuration_auto as auto_config
+from transformers.models.auto import modeling_auto as auto_model
 
 _WINDOW = 8
 _WIDTH = 64
@@ -120,10 +122,21 @@ def tiny_config(config_class: type[PreTrainedConfig], extra: dict[str, Any]) -> 
     return config_class(**sizes)
 
 
-def classes() -> dict[str, tuple[type[PreTrainedConfig], type[Any]]]:
+class _Classes(Mapping[str, tuple[type[PreTrainedConfig], type[Any]]]):
+    """Each is imported when it is asked for: all of them take five seconds."""
+
+    def __getitem__(self, name: str) -> tuple[type[PreTrainedConfig], type[Any]]:
+        config = auto_config.CONFIG_MAPPING[name]
+        return config, auto_model.MODEL_FOR_CAUSAL_LM_MAPPING[config]
+
+    def __iter__(self) -> Iterator[str]:
+        names = auto_model.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return (name for name in names if name != "gpt-sw3")  # gpt2's by another name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def classes() -> Mapping[str, tuple[type[PreTrainedConfig], type[Any]]]:
     """Every causal-LM class of the installed transformers, by its ``model_type``."""
-    auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    found = {}
-    for config_class, model_class in auto.MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        found[config_class.model_type] = (config_class, model_class)
-    return found
+    return _Classes()

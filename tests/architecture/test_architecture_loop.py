@@ -1,14 +1,19 @@
 """The loop is ours: nobody inherits transformers' Trainer, or asks a strategy for its kind."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2] / "trainkit"
 FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@functools.cache
+def trees():
+    """By path, parsed by the first test that asks: each worker of a run collects this file."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
 
 PRIVATE = {
     "_last_lr": "a schedule's rates of the step, which a continued run may have to correct",
@@ -46,16 +51,16 @@ KINDS = re.compile(
 
 
 def test_no_class_is_a_trainer():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
                 assert "Trainer" not in bases, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "parallel" not in p.parts], ids=str)
-def test_nobody_asks_a_strategy_which_one_it_is(path):
-    assert not KINDS.search(path.read_text(encoding="utf-8"))
+def test_nobody_asks_a_strategy_which_one_it_is():
+    for path in FILES:
+        assert "parallel" in path.parts or not KINDS.search(path.read_text(encoding="utf-8")), path
 
 
 def private_names(tree):
@@ -71,7 +76,7 @@ def private_names(tree):
 
 def names_of_ours():
     """Private names that are defined here: functions, classes, and attributes of ``self``."""
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 yield node.name
@@ -93,7 +98,7 @@ def overridden(tree, ours):
 
 def test_what_is_private_to_others_is_listed_with_its_reason():
     ours, found = {*names_of_ours(), "_exit"}, set()  # os._exit is no secret
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.relative_to(ROOT).parts[0] in ("train", "parallel"):
             found |= ({*private_names(tree)} - ours) | {*overridden(tree, ours)}
     assert found == PRIVATE.keys()

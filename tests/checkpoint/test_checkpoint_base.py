@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny import make_qwen2, make_tokenizer
+from tiny import make_adapter, make_qwen2, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
@@ -35,14 +34,8 @@ def write_adapter(base, directory, *, resize_to=None, **options):
     model = AutoModelForCausalLM.from_pretrained(base)
     if resize_to is not None:
         model.resize_token_embeddings(resize_to)
-    torch.manual_seed(1)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], **options))
-    with torch.no_grad():
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    wrapped.save_pretrained(directory)
-    return wrapped.eval()
+    make_adapter(model, directory, ["q_proj"], **options)
+    return model.eval()
 
 
 def merge(adapter, base, target, **options):

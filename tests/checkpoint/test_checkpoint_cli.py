@@ -4,24 +4,14 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny import make_adapter, make_qwen2, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trainkit.cli.app import main
 
-
-def make_adapter(base, directory):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    with torch.no_grad():
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    wrapped.save_pretrained(directory)
-    return directory
+TARGETS = ["q_proj", "down_proj"]
 
 
 def output(capsys):
@@ -42,7 +32,7 @@ def test_convert_there_and_back(glm_directory, tmp_path, capsys):
 
 
 def test_convert_an_adapter(glm_directory, tmp_path, capsys):
-    adapter = make_adapter(glm_directory, tmp_path / "a")
+    adapter = make_adapter(glm_directory, tmp_path / "a", TARGETS)
     command = ["convert", "glm4-to-qwen2", str(adapter), str(tmp_path / "b")]
     assert main(command) == 2
     assert "--base-model" in capsys.readouterr().err
@@ -60,7 +50,7 @@ def test_bad_shard_size(glm_directory, tmp_path, capsys, size):
 def as_run(directory, tiny_qwen2, quantize=None):
     """A run directory with an adapter as its final model."""
     directory.mkdir()
-    make_adapter(tiny_qwen2, directory / "final")
+    make_adapter(tiny_qwen2, directory / "final", TARGETS)
     (directory / "status.json").write_text(json.dumps({"state": "done"}))
     lora = f"lora: {{r: 4, quantize: {quantize or 'null'}}}\n"
     recipe = f"model: {{name_or_path: {tiny_qwen2}}}\ndata: {{train: [d.jsonl]}}\n{lora}"
@@ -128,8 +118,6 @@ def test_merge_a_zero3_checkpoint(tmp_path, capsys):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_merge_a_zero_checkpoint_of_an_adapter(tmp_path, capsys, stage):
-    from tiny import make_qwen2, make_tokenizer
-
     run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=stage, lora=True)
     tokenizer = make_tokenizer()
     make_qwen2(len(tokenizer)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
@@ -189,7 +177,7 @@ def test_merge_says_when_rounding_loses_much_of_the_adapter(tiny_qwen2, tmp_path
     """An update near the resolution of bfloat16: a short run with a small learning rate."""
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
-    make_adapter(tmp_path / "base", tmp_path / "adapter")
+    make_adapter(tmp_path / "base", tmp_path / "adapter", TARGETS)
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 1e-3}))

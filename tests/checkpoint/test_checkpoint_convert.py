@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from convert_cases import change_config, in_fp64, tensors_of, without_bias, written_twice
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tiny import make_adapter
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -299,13 +299,7 @@ def test_the_way_back_after_training_through_final_and_merge(glm, tmp_path):
     (source / "modeling_chatglm.py").write_text(CODE)
     convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())
     assert not list((tmp_path / "qwen2").glob("*.py"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(tmp_path / "adapter")
+    make_adapter(tmp_path / "qwen2", tmp_path / "adapter", ["q_proj"])
     merge_adapter(
         read_adapter(tmp_path / "adapter"), tmp_path / "qwen2", tmp_path / "m", MergeOptions()
     )

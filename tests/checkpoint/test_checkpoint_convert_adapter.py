@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
+from tiny import make_adapter
 from tiny_glm import write_chatglm
 from transformers import AutoModelForCausalLM
 
@@ -20,22 +21,6 @@ from trainkit.infer.locate import find_model
 TOLERANCE = 5e-5
 GLM_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 QWEN2_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def make_adapter(base: Path, directory: Path, targets, **options) -> Path:
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets, **options})
-    wrapped = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if parameter.requires_grad:
-                if "magnitude" in name:
-                    parameter.mul_(torch.empty_like(parameter).uniform_(0.8, 1.2))
-                else:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-    wrapped.save_pretrained(directory)
-    return directory
 
 
 def logits(base: Path, adapter: Path | None):

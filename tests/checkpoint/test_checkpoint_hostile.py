@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.hostile_cases import Evil
 from safetensors.torch import save_file
 
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
@@ -179,21 +180,11 @@ def test_bad_json(tmp_path, text):
         read_json(tmp_path / "c.json")
 
 
-class Evil:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
-
-
 @pytest.mark.parametrize("form", ["torch", "legacy", "pickle", "inside", "index"])
 def test_pickles_never_run(tmp_path, form):
     canary = tmp_path / "canary"
     path = tmp_path / "pytorch_model.bin"
-    content = {"w": torch.zeros(2), "evil": Evil(canary)} if form == "inside" else Evil(canary)
+    content = {"w": torch.zeros(2), "evil": Evil(tmp_path)} if form == "inside" else Evil(tmp_path)
     if form == "pickle":
         path.write_bytes(pickle.dumps(content))
     elif form == "legacy":

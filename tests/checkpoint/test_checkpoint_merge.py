@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import make_qwen2
+from tiny import make_adapter, make_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
@@ -16,7 +16,6 @@ from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.whole.atomic import verify_directory
 from trainkit.errors import CheckpointError
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = torch.arange(1, 33)[None]
 # Float32 throughout; base and update are added in another order: a few rounding steps of logits
 # of about 1.
@@ -31,26 +30,6 @@ def make_base(directory: Path, tokenizer, *, dtype=torch.float32, **overrides) -
                 parameter.normal_(0, 0.1)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return directory
-
-
-def make_adapter(base: Path, directory: Path, *, size=0.1, dtype=None, **options) -> Path:
-    """A peft adapter with every part away from its start value, as after training."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(1)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **options})
-    wrapped = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if "magnitude" in name:
-                parameter.mul_(torch.empty_like(parameter).uniform_(0.8, 1.2))
-            else:
-                parameter.add_(size * torch.randn_like(parameter))
-            if dtype is not None:
-                parameter.data = parameter.data.to(dtype)
-    wrapped.save_pretrained(directory)
     return directory
 
 

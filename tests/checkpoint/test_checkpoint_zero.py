@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.hostile_cases import Evil
 from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -109,14 +110,6 @@ def test_truncated_shard(saved, tmp_path):
         ZeroReader(folder)
 
 
-class Evil:
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
-
-
 @pytest.mark.parametrize("where", ["optimizer", "scaler", "model"])
 def test_hostile_shard_runs_nothing(saved, tmp_path, where):
     folder = damaged(saved("zero2"), tmp_path / "c")
@@ -125,9 +118,9 @@ def test_hostile_shard_runs_nothing(saved, tmp_path, where):
     path = next(folder.glob(pattern))
     content = torch.load(path, weights_only=False)
     if where == "scaler":
-        content["optimizer_state_dict"]["loss_scaler"] = Evil(canary)
+        content["optimizer_state_dict"]["loss_scaler"] = Evil(tmp_path)
     else:
-        content["extra"] = Evil(canary)
+        content["extra"] = Evil(tmp_path)
     torch.save(content, path)
     with pytest.raises(CheckpointError, match="hostile"):
         ZeroReader(folder)

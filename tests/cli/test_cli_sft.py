@@ -114,31 +114,31 @@ def test_the_output_directory_may_stand_in_the_recipe(recipe, trained):
     assert trained[1][1].output_dir == Path("here")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--config gone.yaml", "there is no recipe at"),
-        ("--config r.yaml training.lerning_rate=1", "did you mean training.learning_rate?"),
-        ("--config r.yaml --deepspeed zero4", "did you mean zero"),
-        ("--config r.yaml data.train=gone.jsonl", "there is no file"),
-        ("--config r.yaml model.name_or_path=./gone", "there is no model at"),
-        ("--config r.yaml r.yaml", "section.key=value"),
-    ],
-)
-def test_mistakes_stop_before_torch_and_leave_nothing(recipe, argv, message):
+MISTAKES = {
+    "--config gone.yaml": "there is no recipe at",
+    "--config r.yaml training.lerning_rate=1": "did you mean training.learning_rate?",
+    "--config r.yaml --deepspeed zero4": "did you mean zero",
+    "--config r.yaml data.train=gone.jsonl": "there is no file",
+    "--config r.yaml model.name_or_path=./gone": "there is no model at",
+    "--config r.yaml r.yaml": "section.key=value",
+}
+
+
+def test_mistakes_stop_before_torch_and_leave_nothing(recipe):
     before = sorted(path.name for path in recipe.parent.iterdir())
     code = (
-        "import sys; from trainkit.cli.app import main; code = main(sys.argv[1:]);"
-        "print(code, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+        "import sys; from trainkit.cli.app import main\n"
+        "for words in sys.argv[1:]:\n"
+        "    print(main(['sft', *words.split()]), end='', file=sys.stderr)\n"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "sft", *argv.split()],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code, *MISTAKES], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "2 []\n"
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
+    assert done.stdout == "[]\n"
+    said = done.stderr.split("error: ")[1:]
+    for each, message in zip(said, MISTAKES.values(), strict=True):
+        assert message in each
+        assert each.endswith("\n2")
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in recipe.parent.iterdir()) == before

@@ -1,8 +1,6 @@
 """What users type first: ``-h`` anywhere, ``python -m trainkit``, a bare recipe, other names."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -42,14 +40,6 @@ def test_a_seed_is_one_that_every_generator_takes(capsys):
             assert main([*words, "--seed", str(seed)]) == 2
             assert "Invalid value for '--seed'" in capsys.readouterr().err, words
     assert found >= 4
-
-
-def test_python_dash_m():
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", "--version"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("trainkit ")
 
 
 @pytest.mark.parametrize("command", [("sft",), ("data", "check"), ("config", "show")])

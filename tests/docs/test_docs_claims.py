@@ -93,14 +93,6 @@ def test_trainkit_commands_and_their_options_exist(document):
             assert (ROOT / "pyproject.toml").exists()
 
 
-@pytest.mark.parametrize(
-    "line", ["sft --conifg a.yaml", "new one two", "chatt run", "merge a b --verfy"]
-)
-def test_a_command_that_does_not_exist_is_noticed(line):
-    with pytest.raises(UsageError):
-        parsed(line.split())
-
-
 def blocks(document):
     """The fenced blocks of a page with their languages."""
     return re.findall(

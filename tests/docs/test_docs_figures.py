@@ -65,9 +65,3 @@ def test_a_figure_of_a_table_is_a_row_s(page, measured):
         (number, line) for number, line in figures(page) if not is_measured(number, measured)
     ]
     assert not unknown
-
-
-def test_a_figure_that_nobody_measured_is_noticed(measured):
-    assert is_measured("134224", measured)
-    assert is_measured("312.9", measured), "seconds in the row, milliseconds in the table"
-    assert not is_measured("134225", measured)

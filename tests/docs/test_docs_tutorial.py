@@ -79,17 +79,6 @@ def test_the_tables_hold_what_was_measured(page, monkeypatch):
     assert text == tables.updated(text, tables.measured()), "run docs/tutorial/tables.py"
 
 
-def test_a_table_that_drifted_is_mended_and_an_unmeasured_case_is_refused(monkeypatch):
-    monkeypatch.syspath_prepend(str(TUTORIAL))
-    import tables
-
-    values = {("add", "us", "microseconds"): [12.34], ("add", "us", "share_of_copy"): [0.876]}
-    page = "| case | provider | us | of copy |\n|---|---|---|---|\n| add | us | {} | {} |\n"
-    assert tables.updated(page.format("99.9", "12%"), values) == page.format("12.3", "88%")
-    with pytest.raises(KeyError):
-        tables.updated(page.format("99.9", "12%").replace("add", "subtract"), values)
-
-
 def figures(text):
     """The numbers in a text, without those in its links."""
     return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\([^)]*\)", "]", text)))

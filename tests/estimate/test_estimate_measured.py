@@ -45,13 +45,6 @@ def test_no_row_is_passed_over() -> None:
     assert sum(others.values()) <= 10, others
 
 
-def test_a_file_without_a_reader_is_not_passed_over(tmp_path, monkeypatch) -> None:
-    (tmp_path / "new.jsonl").write_text('{"case": "a", "peak_memory_gib": 1.0}\n')
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    with pytest.raises(KeyError, match="new"):
-        list(measured.read())
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_peak(row: Measured) -> None:
     found = row.estimated

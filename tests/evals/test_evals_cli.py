@@ -6,6 +6,7 @@ import shutil
 import pytest
 from commands import trainkit
 from ranks import RankFailure, run_ranks
+from tiny import make_adapter
 
 from trainkit.cli.app import main
 
@@ -90,15 +91,7 @@ def test_two_ranks_find_what_one_does(run, sets, evaluated, tmp_path):
 
 
 def test_an_adapter_is_measured_over_its_base(run, sets, tmp_path, capsys):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(run / "final")
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_()
-    adapted.save_pretrained(tmp_path / "adapter")
+    make_adapter(run / "final", tmp_path / "adapter", ["q_proj"], size=1.0)
     values = []
     for target in (run / "final", tmp_path / "adapter"):
         arguments = ["eval", str(target), "--tasks", "boolq", "--data", str(sets), "--json"]

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny import make_qwen2
+from tiny import make_adapter, make_qwen2
 from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 
 from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_fingerprint
@@ -21,15 +20,7 @@ from trainkit.infer.locate import find_model
 def adapter(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
     """An adapter with a tokenizer and its base's fingerprint next to it, as a run saves it."""
     directory = tmp_path_factory.mktemp("adapter")
-    torch.manual_seed(1)
-    wrapped = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_qwen2),
-        LoraConfig(r=2, target_modules="all-linear"),
-    )
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(directory)
+    make_adapter(tiny_qwen2, directory, r=2)
     tiny_tokenizer.save_pretrained(directory)
     assert write_fingerprint(directory)
     return directory

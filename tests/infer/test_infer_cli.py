@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from tiny import make_adapter
 
 from trainkit.cli.app import main
 
@@ -49,22 +50,17 @@ def test_chat_seed_and_sampling(run_directory, talk):
 
 
 def test_chat_with_an_adapter_that_resized_the_vocabulary(tiny_qwen2, talk, tmp_path):
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     model.resize_token_embeddings(model.config.vocab_size + 5, mean_resizing=False)
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    make_adapter(model, tmp_path / "a", ["q_proj"])
     code, _, err = talk([str(tmp_path / "a"), "--max-new-tokens", "2"], ["hi"])
     assert code == 0, err
 
 
 def test_chat_with_adapter_and_beams(tiny_qwen2, talk, tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    make_adapter(tiny_qwen2, tmp_path / "a", ["q_proj"])
     beams = ["--beams", "2", "--max-new-tokens", "4"]
     assert talk([str(tiny_qwen2), "--adapter", str(tmp_path / "a"), *beams], ["hi"])[0] == 0
     assert talk([str(tmp_path / "a"), *beams], ["hi"])[0] == 0

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tiny import make_adapter
 
 from trainkit.cli.app import main
 
@@ -17,13 +16,7 @@ def adapter(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
     """An adapter over a base of its own, both of which a test may damage in a copy."""
     directory = tmp_path_factory.mktemp("lora")
     shutil.copytree(tiny_qwen2, directory / "base")
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(directory / "base")
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(directory / "adapter")
+    make_adapter(directory / "base", directory / "adapter", ["q_proj"], r=2)
     tiny_tokenizer.save_pretrained(directory / "adapter")
     (directory / "ask.txt").write_text("Who are you?\n")
     return directory

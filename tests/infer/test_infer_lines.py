@@ -16,19 +16,7 @@ from trainkit.infer.conversation import ChatHistory
 from trainkit.infer.engine import Engine
 from trainkit.infer.sampling import SamplingOptions
 
-SEPARATORS = [
-    "\u2028",
-    "\u2029",
-    "\x85",
-    "\x0b",
-    "\x0c",
-    "\x1c",
-    "\x1d",
-    "\x1e",
-    "\r",
-    "\n",
-    "\r\n",
-]
+SEPARATORS = [*"\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n", "\r\n"]
 FEW = SamplingOptions(max_new_tokens=8)
 
 

@@ -8,18 +8,15 @@ from tiny import make_tokenizer
 ROWS = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss", "total_flos")
 
 
-def differences(root, *, lora=False, steps=24, other=None, **options):
-    """Names of logged figures, weights and optimizer states that are not equal to the bit.
-
-    ``other`` is what only the Trainer is given.
-    """
+def differences(root, *, lora=False, steps=24, **options):
+    """Names of logged figures, weights and optimizer states that are not equal to the bit."""
     import torch
 
     lab = Lab(make_tokenizer(), Path(root))
     given = {"max_steps": steps, "save_strategy": "no", "learning_rate": 3e-3, **options}
     given["wrap"] = adapt if lora else None
     ours = lab.trainer("ours", **given)
-    theirs = plain(lab, lab.trainer("theirs", **{**given, **(other or {})}))
+    theirs = plain(lab, lab.trainer("theirs", **given))
     torch.manual_seed(1), ours.train()
     torch.manual_seed(1), theirs.train()
     return [

@@ -180,14 +180,6 @@ def test_no_rows_and_few(name, tokens, device):
         assert max(errors(found, truth)) < 2e-2
 
 
-@every_problem
-def test_fp64_is_exact(name, device):
-    problem = Problem(name)
-    truth = results(problem.reference, *problem.tensors(FP64, FP64), problem.arguments)
-    ours = problem.tensors(FP64, FP64, device=device)
-    assert max(errors(results(problem.function, *ours, problem.arguments), truth)) < 1e-14
-
-
 @pytest.mark.parametrize("frozen", ["x", "a", "b"])
 @every_problem
 def test_frozen_operands_get_no_gradient(name, frozen, device):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora.lora_kernel_cases import PROBLEMS, Problem, compare, interpreted, results, too_far
+from lora.lora_kernel_cases import PROBLEMS, Problem, compare, too_far
 from ranks import run_ranks
 
 from trainkit.kernels.lora.products import Projection
@@ -66,45 +66,6 @@ def test_the_kernels_on_a_gpu(name, dtype):
     assert not too_far(name, dtype, "cuda", tokens=(3, 517))
 
 
-@every_problem
-def test_inputs_are_left_alone_and_runs_repeat(name):
-    problem = Problem(name)
-    x, projections = problem.tensors(torch.float32, torch.float32)
-    tensors = [x, *(t for p in projections if p for t in p.tensors() if t is not None)]
-    before = [(t.detach().clone(), t._version) for t in tensors]
-    first = results(problem.function, x, projections, problem.arguments)
-    second = results(problem.function, x, projections, problem.arguments)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    for tensor, (value, version) in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, value)
-        assert tensor._version == version
-
-
-@every_problem
-def test_any_strides_and_expanded_gradients(name):
-    problem = Problem(name, tokens=(4, 6))
-    x, projections = problem.tensors(torch.float64, torch.float64)
-    expected = problem.function(x, *projections, **problem.arguments)
-    strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    found = problem.function(strided, *projections, **problem.arguments)
-    as_tuple = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
-    sum(out.sum() for out in as_tuple(expected)).backward()
-    sum(out.sum() for out in as_tuple(found)).backward()
-    torch.testing.assert_close(strided.grad, x.grad)
-
-
-def test_frozen_operands_get_no_gradient_and_cost_no_product():
-    problem = Problem("mlp")
-    x, projections = problem.tensors(torch.float32, torch.float32)
-    x.requires_grad_(False)
-    gate = projections[0]
-    gate.lora_a.requires_grad_(False)
-    problem.function(x, *projections).sum().backward()
-    assert x.grad is None
-    assert gate.lora_a.grad is None
-    assert gate.lora_b.grad is not None
-
-
 def test_an_output_that_nobody_uses_gets_no_gradient():
     problem = Problem("qkv")
     x, projections = problem.tensors(torch.float64, torch.float64)
@@ -158,9 +119,3 @@ def test_the_kernels_compile_for_gpus_that_are_not_here():
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("cast_kernel", *KERNELS, *GATES):
         assert name in done.stdout
-
-
-def test_the_interpreter_case_can_fail():
-    """Out of the interpreter no kernel runs, and the case says so."""
-    with pytest.raises(AssertionError):
-        interpreted("float32")

@@ -2,7 +2,6 @@
 
 import pytest
 from families.family_models import make
-from lora.lora_rank_cases import adapted
 from ranks import run_ranks
 
 # fp32: three steps of rate 0.1, gradients of order 1 with a relative error of 1e-6 to 1e-5.
@@ -43,17 +42,3 @@ def test_packed_weights_under_zero(quantize, tmp_path):
         two, three = results[2][rank], results[3][rank]
         assert two == pytest.approx(three, rel=1e-5)
         assert two[-1] < two[0]
-
-
-def test_the_cases_train_something():
-    """The tolerance means something: the parameters move by far more than it."""
-    import torch
-    from lora.lora_rank_cases import _steps, make_batch
-
-    model = adapted("qwen2")
-    before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-    _steps(model, make_batch("qwen2"))
-    after = [p for p in model.parameters() if p.requires_grad]
-    moved = max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
-    assert moved > 1000 * TOLERANCE
-    assert torch.isfinite(torch.tensor(moved))

@@ -1,7 +1,9 @@
 """Runs of the objectives that compare answers, through the real data path and loop."""
 
 import contextlib
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,3 +223,30 @@ def train(root, **options):
     return [[row[key] for key in keys] for row in rows] + [
         [figures["eval_loss"], figures["eval_rewards/margins"]]
     ]
+
+
+def resumed_alike(root, lora=False):
+    """The rows that a run logs; stopped in the middle and resumed it ends with the same bytes."""
+    from commands import trainkit
+
+    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
+        trainkit(root, "sft", "r.yaml", "--output-dir", run, **options)
+    shutil.rmtree(root / "cache/reference", ignore_errors=True)  # a run has its own copy
+    said = trainkit(root, "sft", "--resume", "stopped")
+    assert said.code == 0, said.err
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    final = [(root / run / "final" / name).read_bytes() for run in ("whole", "stopped")]
+    assert final[0] == final[1]
+    return [json.loads(line) for line in (root / "whole/metrics.jsonl").read_text().splitlines()]
+
+
+def cut_otherwise(train, root, **given):
+    """What ``train`` says of four rows at once, of one after another, and of two on two ranks."""
+    from ranks import run_ranks
+
+    case = f"objectives.{train.__module__.rpartition('.')[2]}:{train.__name__}"
+    return (
+        train(root / "wide", batch=4, **given),
+        train(root / "deep", batch=1, accumulate=4, **given),
+        *run_ranks(case, root=str(root / "ranks"), batch=2, patched=True, **given),
+    )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from commands import trainkit
+from objectives.pair_cases import cut_otherwise, resumed_alike
 from objectives.preference_cases import make_data
 from objectives.test_objectives_pairs import logged
-from ranks import run_ranks
 from tiny import make_qwen2, make_tokenizer
 from transformers import set_seed
 
@@ -143,12 +143,7 @@ def train(root, **options):
 
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
     given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
-    wide = train(tmp_path / "wide", batch=4, **given)
-    case = "objectives.test_objectives_distill:train"
-    others = [
-        train(tmp_path / "deep", batch=1, accumulate=4, **given),
-        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
-    ]
+    wide, *others = cut_otherwise(train, tmp_path, **given)
     for other in others:
         for mine, theirs in zip(wide, other, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-4)
@@ -226,12 +221,7 @@ def test_all_tokens_that_are_not_stored_are_one_outcome(kind):
 
 
 def test_a_resumed_run_has_the_same_bytes(places):
-    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
-        trainkit(places, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
-    said = trainkit(places, "sft", "--resume", "stopped", pictures=False)
-    assert said.code == 0, said.err
-    name = "final/model.safetensors"
-    assert (places / "whole" / name).read_bytes() == (places / "stopped" / name).read_bytes()
+    assert resumed_alike(places)
 
 
 def test_a_sample_that_was_cut_is_refused(places):

@@ -5,9 +5,17 @@ import json
 import pytest
 import torch
 from commands import trainkit
-from objectives.pair_cases import NUM_PAIRS, adapters, answers_of, make_trainer, rated, step_of
-from objectives.test_objectives_pairs import RECIPE, logged, start
-from ranks import run_ranks
+from objectives.pair_cases import (
+    NUM_PAIRS,
+    adapters,
+    answers_of,
+    cut_otherwise,
+    make_trainer,
+    rated,
+    resumed_alike,
+    step_of,
+)
+from objectives.test_objectives_pairs import RECIPE, start
 from tiny import make_qwen2
 from transformers import set_seed
 
@@ -100,12 +108,7 @@ def train(root, **options):
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(lora, tmp_path):
     given = {"lora": lora, "stored": not lora, "max_steps": 3}
     given |= {"optim": "sgd", "learning_rate": 0.01}
-    wide = train(tmp_path / "wide", batch=4, **given)
-    case = "objectives.test_objectives_kto:train"
-    others = [
-        train(tmp_path / "deep", batch=1, accumulate=4, **given),
-        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
-    ]
+    wide, *others = cut_otherwise(train, tmp_path, **given)
     for other in others:
         for mine, theirs in zip(wide, other, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
@@ -116,17 +119,10 @@ def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, ti
     recipe = RECIPE.replace("objective: dpo", "objective: kto")
     recipe = recipe if lora else recipe.replace("lora: {r: 4}\n", "")
     start(tmp_path, tiny_qwen2, recipe, [rated(number) for number in range(12)])
-    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
-        trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
-    said = trainkit(tmp_path, "sft", "--resume", "stopped", pictures=False)
-    assert said.code == 0, said.err
-    rows = logged(tmp_path / "whole")
+    rows = resumed_alike(tmp_path, lora)
     first = next(row for row in rows if "loss" in row)
     assert first["loss"] == pytest.approx(0.5, abs=1e-6)
     assert any(abs(row.get("rewards/margins", 0)) > 1e-4 for row in rows)
-    name = "adapter_model.safetensors" if lora else "model.safetensors"
-    final = [(tmp_path / run / "final" / name).read_bytes() for run in ("whole", "stopped")]
-    assert final[0] == final[1]
     preview = trainkit(tmp_path, "data", "preview", "r.yaml", "--json", pictures=False)
     assert preview.code == 0, preview.err
     assert json.loads(preview.out.splitlines()[0])["num_trained_tokens"] > 0

@@ -2,12 +2,18 @@
 
 import json
 import re
-import shutil
 
 import pytest
 from commands import trainkit
-from objectives.pair_cases import fp64_run, fp64_step, pair, step_of, train
-from ranks import run_ranks
+from objectives.pair_cases import (
+    cut_otherwise,
+    fp64_run,
+    fp64_step,
+    pair,
+    resumed_alike,
+    step_of,
+    train,
+)
 
 from trainkit.data.formats import read_row
 from trainkit.data.messages import RowError, TextRow
@@ -92,12 +98,7 @@ def test_figures_have_their_names_and_values(packing, patched, tmp_path):
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(lora, tmp_path):
-    case, given = "objectives.pair_cases:train", {"max_steps": 3, "lora": lora, "stored": not lora}
-    wide = train(tmp_path / "wide", batch=4, **given)
-    others = [
-        train(tmp_path / "deep", batch=1, accumulate=4, **given),
-        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
-    ]
+    wide, *others = cut_otherwise(train, tmp_path, max_steps=3, lora=lora, stored=not lora)
     for other in others:
         assert other[0] == pytest.approx(wide[0], rel=1e-4, abs=1e-7)
         for mine, theirs in zip(wide, other, strict=True):
@@ -218,20 +219,12 @@ def logged(run):
 def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
     full = RECIPE.replace("lora: {r: 4}\n", "").replace("1e-2", "1e-4")
     start(tmp_path, tiny_qwen2, RECIPE if lora else full)
-    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
-        trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, **options)
-    shutil.rmtree(tmp_path / "cache/reference", ignore_errors=True)  # a run has its own copy
-    said = trainkit(tmp_path, "sft", "--resume", "stopped")
-    assert said.code == 0, said.err
-    rows = logged(tmp_path / "whole")
+    rows = resumed_alike(tmp_path, lora)
     assert any("eval_rewards/accuracies_low" in row for row in rows)
     first = next(row for row in rows if "loss" in row)
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5)  # adapters begin as nothing
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert any(abs(row.get("rewards/margins", 0)) > 1e-4 for row in rows)
-    name = "adapter_model.safetensors" if lora else "model.safetensors"
-    final = [(tmp_path / run / "final" / name).read_bytes() for run in ("whole", "stopped")]
-    assert final[0] == final[1]
 
 
 def test_the_reference_is_asked_again_where_its_answers_would_be_others_and_nowhere_else(

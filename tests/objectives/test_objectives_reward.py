@@ -3,9 +3,8 @@
 import pytest
 import torch
 from commands import trainkit
-from objectives.pair_cases import pair
+from objectives.pair_cases import cut_otherwise, pair, resumed_alike
 from objectives.test_objectives_pairs import RECIPE, logged, start
-from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -61,13 +60,7 @@ def test_what_a_run_leaves_is_transformers_own_reward_model(lora, tmp_path, tiny
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
     start(tmp_path, tiny_qwen2, PLAIN if lora else FULL)
-    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
-        trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
-    said = trainkit(tmp_path, "sft", "--resume", "stopped", pictures=False)
-    assert said.code == 0, said.err
-    name = "adapter_model.safetensors" if lora else "model.safetensors"
-    final = [(tmp_path / run / "final" / name).read_bytes() for run in ("whole", "stopped")]
-    assert final[0] == final[1]
+    assert resumed_alike(tmp_path, lora)
 
 
 def train(root, *, packing=False, patched=False, **options):
@@ -92,12 +85,7 @@ def train(root, *, packing=False, patched=False, **options):
 
 def test_the_cut_and_the_packing_change_nothing(tmp_path):
     given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
-    wide = train(tmp_path / "wide", batch=4, **given)
-    case = "objectives.test_objectives_reward:train"
-    others = [
-        train(tmp_path / "deep", batch=1, accumulate=4, **given),
-        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
-    ]
+    wide, *others = cut_otherwise(train, tmp_path, **given)
     for other in others:
         for mine, theirs in zip(wide, other, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-4)

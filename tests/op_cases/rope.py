@@ -126,5 +126,5 @@ APPLY_ROPE = tried(
             large=True,
         ),
     ),
-    tiny=rope_case("tiny", heads=(2, 1), head_dim=6, rotary_dim=4, batch=1, seq_len=2),
+    tiny=rope_case("tiny", heads=(2, 1), head_dim=4, rotary_dim=2, batch=1, seq_len=2),
 )

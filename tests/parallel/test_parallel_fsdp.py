@@ -4,8 +4,7 @@ import json
 import shutil
 
 import pytest
-from commands import trainkit
-from project import uneven_rows
+from project import make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -31,12 +30,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, tiny_qwen2):
-    root = tmp_path_factory.mktemp("project")
-    text = uneven_rows(range(90))
-    (root / "d.jsonl").write_text(text, encoding="utf-8")
-    (root / "m").symlink_to(tiny_qwen2)
-    (root / "r.yaml").write_text(RECIPE)
-    return root
+    return make_uneven(tmp_path_factory.mktemp("project"), tiny_qwen2, RECIPE, d=range(90))
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +41,10 @@ def trained(project):
         run = project / f"{kind}-{shard}"
         if not run.exists():
             words = ["--config", "r.yaml", "--output-dir", run.name, *KINDS[kind]]
-            sft(project, *words, f"parallel.shard={shard}")
+            sft(project, *words, f"parallel.shard={shard}", num_ranks=2)
         return run
 
     return get
-
-
-def sft(project, *words, num_ranks=2):
-    said = trainkit(project, "sft", *words, num_ranks=num_ranks)
-    assert said.code == 0, said.err
-    return said
 
 
 def numbers(run, key):

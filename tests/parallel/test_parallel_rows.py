@@ -1,11 +1,9 @@
 """Rows that several ranks share: each attends for some heads, and the numbers are one process's."""
 
-import json
 import shutil
 
 import pytest
-from commands import trainkit
-from project import uneven_rows
+from project import logged, make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -40,24 +38,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, tiny_qwen2):
     root = tmp_path_factory.mktemp("project")
-    for name, first in (("a", 0), ("b", 60)):
-        text = uneven_rows(range(first, first + 60))
-        (root / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    (root / "m").symlink_to(tiny_qwen2)
-    (root / "r.yaml").write_text(RECIPE)
-    return root
-
-
-def sft(project, *words, num_ranks=1):
-    said = trainkit(project, "sft", *words, num_ranks=num_ranks)
-    assert said.code == 0, said.err
-    return said
-
-
-def logged(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "per_second", "runtime", "memory", "mfu")
-    return [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in rows]
+    return make_uneven(root, tiny_qwen2, RECIPE, a=range(60), b=range(60, 120))
 
 
 @pytest.mark.parametrize("kind", RUNS)

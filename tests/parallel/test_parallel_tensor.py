@@ -1,11 +1,9 @@
 """Matrix products that ranks share (AutoTP under ZeRO-1): numbers and files of one process."""
 
-import json
 import shutil
 
 import pytest
-from commands import trainkit
-from project import uneven_rows
+from project import logged, make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -27,24 +25,10 @@ SPREAD = ["parallel.shard=zero1", "parallel.tensor=2"]
 def project(tmp_path_factory, tiny_qwen2):
     """A recipe, and its run in one process and on four ranks, two of which share products."""
     root = tmp_path_factory.mktemp("project")
-    text = uneven_rows(range(90))
-    (root / "d.jsonl").write_text(text, encoding="utf-8")
-    (root / "m").symlink_to(tiny_qwen2)
-    (root / "r.yaml").write_text(RECIPE)
+    make_uneven(root, tiny_qwen2, RECIPE, d=range(90))
     sft(root, "--config", "r.yaml", "--output-dir", "one")
     sft(root, "--config", "r.yaml", "--output-dir", "shared", *SPREAD, num_ranks=4)
     return root
-
-
-def sft(project, *words, num_ranks=1):
-    said = trainkit(project, "sft", *words, num_ranks=num_ranks)
-    assert said.code == 0, said.err
-
-
-def logged(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "per_second", "runtime", "memory", "mfu")
-    return [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in rows]
 
 
 def test_shared_products_train_and_save_as_whole_ones(project):

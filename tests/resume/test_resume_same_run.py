@@ -44,12 +44,13 @@ ON_TWO_RANKS = {
 }
 
 
-def broken_and_whole(project, arguments, num_ranks=1):
+def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml"):
+    arguments = ["--config", str(config), "training.max_steps=6", *arguments]
     whole = project.sft(*arguments, "--output-dir", "whole", num_ranks=num_ranks)
     assert whole.code == 0, whole.err
     begin = (*arguments, "--output-dir", "parts")
     assert project.sft(*begin, num_ranks=num_ranks, kill_at=3) is None
-    assert project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=6) is None
+    assert project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=5) is None
     last = project.sft("--resume", "parts", num_ranks=num_ranks)
     assert last.code == 0, last.err
     return record(project.root / "parts"), record(project.root / "whole")
@@ -58,15 +59,14 @@ def broken_and_whole(project, arguments, num_ranks=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_process(project, variant):
-    parts, whole = broken_and_whole(project, ["--config", "r.yaml", *VARIANTS[variant]])
+    parts, whole = broken_and_whole(project, VARIANTS[variant])
     assert parts == whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ON_TWO_RANKS)
 def test_two_processes(project, variant):
-    arguments = ["--config", "r.yaml", *ON_TWO_RANKS[variant]]
-    parts, whole = broken_and_whole(project, arguments, num_ranks=2)
+    parts, whole = broken_and_whole(project, ON_TWO_RANKS[variant], num_ranks=2)
     assert parts == whole
 
 
@@ -88,8 +88,6 @@ ANSWERS = {**dict.fromkeys(("dpo", "orpo", "simpo", "reward"), pair), "kto": rat
 def test_shipped_recipes(project, path):
     """Each as it is, but for the model, the data and the number of steps."""
     arguments = [
-        "--config",
-        str(path),
         "model.name_or_path=m",
         "data.train=[d.jsonl]",
         "data.eval=[d.jsonl]",
@@ -97,7 +95,6 @@ def test_shipped_recipes(project, path):
         "data.cache_dir=cache",
         "data.chat_template=null",
         "generation_eval=null",
-        "training.max_steps=8",
         "training.save_strategy=steps",
         "training.save_steps=2",
         "training.per_device_train_batch_size=1",
@@ -110,5 +107,5 @@ def test_shipped_recipes(project, path):
     if rows := ANSWERS.get(path.stem.partition("-")[2]):
         lines = "\n".join(json.dumps(rows(number)) for number in range(24))
         (project.root / "d.jsonl").write_text(lines, encoding="utf-8")
-    parts, whole = broken_and_whole(project, arguments)
+    parts, whole = broken_and_whole(project, arguments, config=path)
     assert parts == whole

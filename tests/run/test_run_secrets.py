@@ -23,65 +23,27 @@ from trainkit.run import (
 CANARY = "canary-5e1f09"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "hub_token",
-        "token",
-        "--hub-token",
-        "DB_PASSWORD",
-        "MY_KEY",
-        "aws_secret_access_key",
-        "training.push_to_hub_token",
-        "client-secret",
-        "api_key",
-        "apiKey",
-        "hubToken",
-        "clientSecret",
-        "OpenAIApiKey",
-        "SharedAccessKey",
-        "accessKey",
-        "apikey",
-        "X-Api-Key",
-        "dbPassword",
-        "DB_PWD",
-        "smtp_pass",
-        "_authToken",
-    ],
-)
+SECRET = """
+HF_TOKEN WANDB_API_KEY hub_token token --hub-token DB_PASSWORD MY_KEY
+aws_secret_access_key training.push_to_hub_token client-secret api_key apiKey hubToken
+clientSecret OpenAIApiKey SharedAccessKey accessKey apikey X-Api-Key dbPassword DB_PWD
+smtp_pass _authToken
+"""
+
+
+@pytest.mark.parametrize("name", SECRET.split())
 def test_secret_names(name):
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eos_token",
-        "pad_token",
-        "num_tokens",
-        "eot_token_ids",
-        "PWD",
-        "OLDPWD",
-        "sort_key",
-        "tokens_per_second",
-        "tokenizer",
-        "text_key",
-        "key",
-        "learning_rate",
-        "SSH_AUTH_SOCK",
-        "eosToken",
-        "padToken",
-        "numTokens",
-        "forward_pass",
-        "next_token",
-        "sortKey",
-        "tokenizer_name_or_path",
-        "keys",
-        "cache_key_digest",
-    ],
-)
+INNOCENT = """
+eos_token pad_token num_tokens eot_token_ids PWD OLDPWD sort_key tokens_per_second
+tokenizer text_key key learning_rate SSH_AUTH_SOCK eosToken padToken numTokens
+forward_pass next_token sortKey tokenizer_name_or_path keys cache_key_digest
+"""
+
+
+@pytest.mark.parametrize("name", INNOCENT.split())
 def test_innocent_names(name):
     assert not is_secret_name(name)
 
