@@ -72,7 +72,11 @@ ONE_WORD = re.compile(r" ?[A-Za-z]+")
 
 
 class Words:
-    """An encoded text, piece by piece; only where a place in a piece is asked for, word by word."""
+    """An encoded text, piece by piece; only where a place in a piece is asked for, word by word.
+
+    Attributes:
+        input_ids: (S,) int32.
+    """
 
     def __init__(self) -> None:
         self.input_ids = np.empty(0, dtype=np.int32)

@@ -46,6 +46,11 @@ def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -
 
     The base is reduced by the factors as they are stored, rounded to the adapter's dtype, so that
     the model starts as the base does, except for the rounding of the base's own dtype.
+
+    Args:
+        model: freshly adapted; its class becomes `SavedAsPlainLora`.
+        init: "pissa", "pissa_niter_N" or "olora".
+        dtype: of the adapters; None is float32.
     """
     (adapter,) = model.active_adapters
     initial = {}

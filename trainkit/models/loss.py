@@ -567,7 +567,15 @@ class LossCall:
         vocab_size: int,
         **options: Any,
     ) -> Tensor:
-        """What transformers' ``ForCausalLMLoss`` is for logits."""
+        """What transformers' ``ForCausalLMLoss`` is for logits.
+
+        Args:
+            plain: that function, for logits that somebody has computed.
+            logits: (B, S, V).
+            labels: (B, S), not shifted.
+            vocab_size: V.
+            options: whatever the model hands over.
+        """
         named = {"num_items_in_batch": self.num_items, "shift_labels": self.shift_labels}
         if self.ignore_index is not None:
             named["ignore_index"] = self.ignore_index
@@ -661,7 +669,13 @@ def token_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
 def losses_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The loss of each target, (B, S) in fp32 (fp64 for fp64)."""
+    """The loss of each target, (B, S) in fp32 (fp64 for fp64).
+
+    Args:
+        logits: (B, S, V).
+        targets: (B, S), each the label of the token that its logits predict.
+        label_smoothing: share of the target spread evenly over the vocabulary.
+    """
     rows = logits.flatten(0, 1)
     wanted = targets.flatten().to(rows.device)
     chunk = max(1, _CHUNK_ELEMENTS // rows.shape[1])

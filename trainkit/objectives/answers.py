@@ -149,6 +149,12 @@ class AnswerLoss:
         """Each item's loss, and the figures.
 
         Of items that are not real the losses may be any finite number.
+
+        Args:
+            sums: (A,) log-probabilities of the answers.
+            reference: (A, columns), what `scores` was before training; None without one.
+            lengths: (A,) tokens.
+            is_real: (items,); the others' losses may be any finite number.
         """
         raise NotImplementedError
 

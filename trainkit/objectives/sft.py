@@ -268,6 +268,12 @@ class SourceLosses:
         """Add the batch that just went through the model.
 
         Sources other than 0..G-1 count nowhere.
+
+        Args:
+            source_ids: (B, S), the source of each target; other numbers than 0..G-1 count nowhere.
+            targets: (B, S), what each token is to predict: the label of the next one.
+            logits: (B, S, V), or None where the loss came out of the head.
+            label_smoothing: for losses from logits.
         """
         losses = take_row_losses(self._heads)
         if logits is not None:

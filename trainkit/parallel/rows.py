@@ -52,6 +52,10 @@ class RowSplit:
 
         The batch's (B, S) tensors are on the host; S is a multiple of n, padded on the right.
 
+        Args:
+            batch: of a collator, on the host: (B, S) tensors, S a multiple of n, padded on the
+                right.
+
         Returns:
             (B, S / n) tensors: ``input_ids`` and ``labels``; ``position_ids`` in the whole row;
             ``shift_labels`` and ``source_ids`` of the next token. ``num_trained_tokens`` of the

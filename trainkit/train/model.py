@@ -97,6 +97,9 @@ class BuiltModel:
         """Hold attention and kernels against the plain model and say what runs.
 
         The result is what ``kernels.json`` holds.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` of real samples, (B, S).
         """
         require_proof(self.attention)
         record: dict[str, Any] = {"attention": asdict(self.attention)}

@@ -262,6 +262,13 @@ class PeftWeights:
         Raises:
             CheckpointError: the adapter belongs to another model, or treats the two ends of a tied
                 embedding differently.
+
+        Args:
+            files: the base's weights.
+            model: the base, in float32.
+            adapter: what to put into them.
+            dtype: of the result; None keeps each tensor's own.
+            packing: for an adapter trained over a 4-bit base.
         """
         self._files, self._adapter = files, adapter
         rows = vocabulary_rows(adapter.directory)

@@ -30,7 +30,21 @@ def adamw_reference(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update of fp32 weights from gradients that are multiplied by ``factor`` first."""
+    """One update of fp32 weights from gradients that are multiplied by ``factor`` first.
+
+    Args:
+        weight: (N,), fp32 (fp64 for the truth).
+        gradient: (N,), of any precision.
+        exp_avg: (N,), the first moment.
+        exp_avg_sq: (N,), the second moment.
+        factor: 0-d, what the gradients are clipped by.
+        lr: the learning rate.
+        beta1: of the first moment.
+        beta2: of the second moment.
+        eps: added to the root.
+        weight_decay: decoupled.
+        step: of this update, from 1.
+    """
     g = gradient.to(weight.dtype) * factor.to(weight.dtype)
     weight = weight * (1 - lr * weight_decay)
     exp_avg = exp_avg + (g - exp_avg) * (1 - beta1)
@@ -58,6 +72,11 @@ def add_square_sum_(x: Tensor, total: Tensor, is_bad: Tensor) -> None:
     """Add the sum of squares of x to a total, and note where it is NaN or infinite.
 
     ``is_bad``, 0-d fp32, is made 1 where the sum is not finite.
+
+    Args:
+        x: of any shape.
+        total: 0-d fp32.
+        is_bad: 0-d fp32, made 1 where the sum is not finite.
     """
     x = x.detach().contiguous()
     if x.numel() and runs_kernel(x):

@@ -164,7 +164,18 @@ def launch_step(
     seed: int,
     numbers: Sequence[float],
 ) -> None:
-    """Update weight, moments and scales in place; see ``function.adamw_8bit_``."""
+    """Update weight, moments and scales in place; see ``function.adamw_8bit_``.
+
+    Args:
+        weight: (N,), on the device.
+        gradient: (N,).
+        moments: codes or fp32 numbers, (N,) each; also in memory that host and device share.
+        scales: (N / 256,) each; None of moments in fp32.
+        factor: 0-d fp32.
+        held: 0-d.
+        seed: below 2**62.
+        numbers: the step's, as the kernel names them.
+    """
     numel, low, high = weight.numel(), seed & 0x7FFFFFFF, seed >> 31
     pointers = (weight, gradient, *moments, *(scales or moments), factor, held)
     free = (numel, low, high, *numbers)

@@ -106,7 +106,22 @@ def adamw_8bit_reference(
     weight_decay: float = 0.0,
     step: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from moments that are quantised before and after; in fp64 nothing is rounded."""
+    """One update from moments that are quantised before and after; in fp64 nothing is rounded.
+
+    Args:
+        weight: (N,); bfloat16 is rounded by chance, fp16 and fp32 to the nearest.
+        gradient: (N,), of any precision.
+        exp_avg: (N,), the first moment, not yet quantised.
+        exp_avg_sq: (N,), the second.
+        factor: 0-d, what gradients are multiplied by.
+        seed: of the rounding.
+        lr: the learning rate.
+        beta1: of the first moment.
+        beta2: of the second moment.
+        eps: added to the root.
+        weight_decay: decoupled.
+        step: of this update, from 1.
+    """
     is_exact = weight.dtype == torch.float64
     if not is_exact:
         exp_avg, exp_avg_sq = _kept(exp_avg, True), _kept(exp_avg_sq, False)

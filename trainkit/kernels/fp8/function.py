@@ -114,6 +114,12 @@ def fp8_quantize_joint(
 ) -> tuple[Tensor, Tensor]:
     """Several matrices side by side, with one scale for a row of all of them.
 
+    Args:
+        parts: (M, K_i) each.
+        factors: (K_i,) fp32 each, or None.
+        keep_largest: as `fp8_quantize`.
+        smallest: as `fp8_quantize`.
+
     Returns:
         codes (M, sum of K_i) and scales (M, 1), as `fp8_quantize`.
 
@@ -178,7 +184,13 @@ def fp8_quantize_columns(
 
 
 def fp8_gate(gate: Tensor, up: Tensor, *, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """The rows of ``h = act(gate) * up`` in e4m3, their largest numbers kept; h is in no memory."""
+    """The rows of ``h = act(gate) * up`` in e4m3, their largest numbers kept; h is in no memory.
+
+    Args:
+        gate: (M, F).
+        up: shape and dtype of gate.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+    """
     if not _holds_row(gate, up):
         return fp8_gate_reference(gate, up, tanh_gelu)
     return gate_kernel.launch_gate(as_rows(gate), as_rows(up), tanh_gelu)

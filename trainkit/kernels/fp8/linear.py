@@ -33,7 +33,13 @@ _CARRIED = "_trainkit_fp8_rows"
 
 
 def carry_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Let x (..., K) carry its rows in e4m3, made where x itself was made, to who reads it next."""
+    """Let x (..., K) carry its rows in e4m3, made where x itself was made, to who reads it next.
+
+    Args:
+        x: what was quantised.
+        codes: (M, K).
+        scales: (M, 1).
+    """
     if not x.is_inference():  # else nobody knows whether it was changed since
         setattr(x, _CARRIED, (codes, scales, x._version))
 

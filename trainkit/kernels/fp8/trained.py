@@ -86,6 +86,12 @@ def fp8_linears(
 
     Under autocast they compute in autocast's dtype, else in x's; fp8 products give numbers that
     are rounded to bf16.
+
+    Args:
+        x: (..., K).
+        weights: (N, K) each.
+        biases: (N,) each, or None.
+        directions: of each layer.
     """
     dtype = compute_dtype(x)
     quantized = take_rows(x)  # made where x was
@@ -98,7 +104,13 @@ def fp8_linears(
 
 
 def fp8_weight_gradient(dy: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
-    """``dy^T x`` (N, K), rounded to bf16."""
+    """``dy^T x`` (N, K), rounded to bf16.
+
+    Args:
+        dy: (M, N).
+        scales: of x's rows, (M, 1).
+        turned: x's codes transposed, (K, M).
+    """
     missing = -dy.shape[0] % _ALIGNMENT
     if missing:
         dy, scales = (functional.pad(each, (0, 0, 0, missing)) for each in (dy, scales))

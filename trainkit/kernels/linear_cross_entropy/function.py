@@ -389,7 +389,19 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The loss from the full logits, differentiable by autograd; the truth in tests."""
+    """The loss from the full logits, differentiable by autograd; the truth in tests.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        labels: (...), aligned with the rows of ``hidden``.
+        bias: (V,).
+        num_items: see `cross_entropy_reference`.
+        ignore_index: likewise.
+        softcap: likewise.
+        label_smoothing: likewise.
+        z_loss: likewise.
+    """
     return cross_entropy_reference(
         linear(hidden, weight, bias),
         labels,

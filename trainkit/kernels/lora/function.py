@@ -42,6 +42,10 @@ def lora_linear(x: Tensor, projection: Projection) -> Tensor:
 
     Under autocast it computes in autocast's dtype, else in x's; the adapter's parameters may have
     another (fp32 masters): they are cast, never x or the weight up to theirs.
+
+    Args:
+        x: (..., K).
+        projection: the layer and its adapter.
     """
     return _apply(x, (projection,))[0]
 
@@ -186,7 +190,15 @@ def input_gradient(
     out: Tensor | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """P A plus the sum of dy W: one buffer, added to by every product."""
+    """P A plus the sum of dy W: one buffer, added to by every product.
+
+    Args:
+        p: (M, R), or None.
+        a: (R, K), or None.
+        terms: dy (M, N) and its layer.
+        out: where to put the result.
+        quantized: codes and scales of all dys, of layers in fp8; see `fp8_input_gradient`.
+    """
     in_fp8, plain = [], []
     for dy, given in terms:
         layer = given.for_gradients()

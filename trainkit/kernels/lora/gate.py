@@ -309,7 +309,14 @@ def codes_of_gradients(
     largest: Tensor,
     b_pair: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What both products of the first layers' backward pass need of dgate and dup, in one read."""
+    """What both products of the first layers' backward pass need of dgate and dup, in one read.
+
+    Args:
+        pair: dgate and dup, (2, M, F).
+        column_factors: (F,) each, multiplied in first.
+        largest: what `gate_backward` found with the same factors.
+        b_pair: (F, R) contiguous each, of one rank in pair's dtype, or None.
+    """
     _, num_rows, num_cols = pair.shape
     lora_rank = 0 if b_pair is None else b_pair[0].shape[1]
     codes = torch.empty((num_rows, 2 * num_cols), dtype=FP8, device=pair.device)

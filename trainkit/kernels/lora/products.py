@@ -68,7 +68,13 @@ def rows(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rows_pair(pair: Tensor, w_pair: Tensor, out: Tensor) -> Tensor:
-    """Two products in one launch: out[:, i] = pair[i] w_pair[i]^T."""
+    """Two products in one launch: out[:, i] = pair[i] w_pair[i]^T.
+
+    Args:
+        pair: (2, M, K), unit stride on the last axis.
+        w_pair: (2, R, K); the stride of R or of K is 1.
+        out: (M, 2R) contiguous.
+    """
     lora_rank = w_pair.shape[1]
     if takes_kernel(lora_rank, pair.dtype, pair, w_pair):
         strides = (pair.stride(0), w_pair.stride(0), lora_rank)

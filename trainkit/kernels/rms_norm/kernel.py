@@ -259,6 +259,17 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise the rows of x (..., H), or of x + residual.
 
+    Args:
+        x: (..., H).
+        residual: shaped as x, or None.
+        weight: (H,).
+        bias: (H,), or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        gemma: all in fp32, rounded once.
+        centre: the mean of a row comes off it first.
+        made: gets y's rows in e4m3: codes (M, H) and scales (M, 1); None for no such.
+
     Returns:
         y, contiguous; what was normalised (x itself, or the sum); rstd, one a row, and behind
         them the means.

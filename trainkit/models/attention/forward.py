@@ -314,6 +314,17 @@ def blockwise_attention(
 ) -> Tensor:
     """Causal attention within each document.
 
+    Args:
+        module: the attention layer.
+        query: (B, H, S, D).
+        key: (B, key heads, S, D).
+        value: (B, key heads, S, value head size).
+        pattern: what each token may look at.
+        dropout: of the probabilities.
+        scaling: of the scores; D ** -0.5 when None.
+        softcap: of the scores: cap * tanh(score / cap).
+        sinks: (H,), a score that takes probability from every token and gives nothing.
+
     Returns:
         (B, S, H, value head size).
     """

@@ -37,7 +37,12 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a packed batch, end to end; padding is one as well."""
+    """The documents of a packed batch, end to end; padding is one as well.
+
+    Args:
+        bounds: (documents + 1,) int32, in the flattened batch.
+        longest: tokens of the longest one.
+    """
 
     bounds: Tensor
     longest: int
@@ -200,6 +205,19 @@ def make_mask(
     Raises:
         ModelError: packed documents with keys that are not the batch's own; or rows that ranks
             share, with a mask that is not causal.
+
+    Args:
+        batch_size: B.
+        q_length: rows of the mask.
+        kv_length: its columns.
+        q_offset: of the first row.
+        kv_offset: of the first column.
+        mask_function: what may be looked at.
+        attention_mask: (B, kv_length), bool, true for tokens.
+        allow_is_causal_skip: false where the model reads the mask, or its function is not causal.
+        use_vmap: the function takes single indices only.
+        device: of the mask.
+        settings: passed on to transformers' ``sdpa_mask``.
     """
     batch = current_batch.get()
     documents = None if batch is None else batch.documents

@@ -411,7 +411,13 @@ _Watcher = Callable[[Function, Function, nn.Module, "Call"], None]
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer hands to its attention."""
+    """What a layer hands to its attention.
+
+    Args:
+        states: query (B, H, S, D), key and value (B, key heads, S, D).
+        mask: as the implementation makes it.
+        options: the other arguments.
+    """
 
     states: tuple[Tensor, Tensor, Tensor]
     mask: Any

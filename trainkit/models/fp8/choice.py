@@ -539,6 +539,11 @@ def probe_batches(
     """As many samples as a measurement needs, on the device; short ones padded side by side.
 
     The memory that their logits take limits the tokens; each sample is read as one document.
+
+    Args:
+        samples: ``input_ids`` and ``labels`` (1, S) each; read as one document.
+        vocab_size: limits the tokens by the memory that their logits take.
+        device: where the model is.
     """
     wanted = 8192 if device.type == "cuda" else 1024
     wanted = max(1, min(wanted, MOST_LOGITS // max(vocab_size, 1)))

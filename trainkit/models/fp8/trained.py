@@ -109,7 +109,12 @@ def swap_in(
 
 
 def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers."""
+    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers.
+
+    Args:
+        x: (..., K).
+        layers: each from K to its N.
+    """
     chosen = [directions_of(layer) or Directions() for layer in layers]
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
@@ -124,7 +129,13 @@ def directions_of(layer: nn.Module) -> Directions | None:
 def feed_forward_in_fp8(
     x: Tensor, layers: Sequence[nn.Module], *, tanh_gelu: bool
 ) -> Tensor | None:
-    """A feed-forward block in one function; None where its layers' states do not allow it."""
+    """A feed-forward block in one function; None where its layers' states do not allow it.
+
+    Args:
+        x: (..., H).
+        layers: gate, up and down.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+    """
     gate, up, down = layers
     for layer in layers:
         if not (isinstance(layer, TrainedFp8) and layer.runs_fp8 and layer.backward_in_fp8):

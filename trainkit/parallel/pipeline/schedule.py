@@ -90,7 +90,13 @@ class LateWeights:
         self._waiting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
     def put(self, weight: nn.Parameter, given: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep what makes a weight's gradient."""
+        """Keep what makes a weight's gradient.
+
+        Args:
+            weight: (O, I).
+            given: (..., I), what the linear map was given.
+            gradient: (..., O), of what it returned.
+        """
         self._waiting.append((weight, given, gradient))
 
     def take(self) -> Callable[[], None]:
