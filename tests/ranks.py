@@ -122,7 +122,7 @@ def _warm():
 
     for file in sorted((TESTS.parent / "trainkit").rglob("[!_]*.py")):
         parts = file.relative_to(TESTS.parent).with_suffix("").parts
-        if parts[1] not in ("replace_kernel", "started"):  # they act at once
+        if parts[1] not in ("bench", "replace_kernel", "started"):  # they act at once
             importlib.import_module(".".join(parts))
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
     code_digest()
