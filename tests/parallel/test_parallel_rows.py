@@ -133,6 +133,7 @@ def test_classes_of_each_kind_share_rows_right_or_are_refused():
         (["training.torch_compile=true"], "torch_compile"),
         (["data.packing=true", "data.max_length=95"], "max_length"),
         (["model.fp8=true"], "sequence"),
+        (["model.router_z_loss=0.1"], "router_z_loss"),
     ],
 )
 def test_what_cannot_share_rows_is_refused_with_the_recipe(words, key, project):

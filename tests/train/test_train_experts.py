@@ -216,3 +216,35 @@ def test_nobody_walks_over_a_model_whose_forward_pass_changes_its_modules(
     assert bool(written) == at_once, save.problem
     save.finish(records=False)
     assert len(written) == 1
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory, tiny_tokenizer):
+    """A project, and the figures of a run of it in one process: steps of two micro-batches."""
+    root = tmp_path_factory.mktemp("spread")
+    model = make_moe(len(tiny_tokenizer))
+    model.config.output_router_logits = False
+    model.save_pretrained(root / "moe")
+    tiny_tokenizer.save_pretrained(root / "moe")
+    (root / "project").mkdir()
+    project = make_project(root / "project", root / "moe")
+
+    def figures(name, *words, num_ranks=1):
+        words += ("model.dtype=float32", "model.router_aux_loss=1.0", "model.router_z_loss=0.1")
+        words += ("training.max_steps=3", "global_batch_size=8", "training.save_strategy=no")
+        words += ("training.per_device_train_batch_size=2", "--output-dir", name)
+        assert project.sft("--config", "r.yaml", *words, num_ranks=num_ranks).code == 0
+        lines = (project.root / name / "metrics.jsonl").read_text().splitlines()
+        keys = ("loss", "grad_norm", "router_loss", "router_z_loss")
+        return [[row[key] for key in keys] for row in map(json.loads, lines) if "loss" in row]
+
+    return figures, figures("one")
+
+
+@pytest.mark.parametrize("spread", ["none", "zero2", "zero3", "fsdp2"])
+def test_two_ranks_train_adapters_of_experts_as_one_does(spread, on_one):
+    figures, wanted = on_one
+    found = figures(spread, f"parallel.shard={spread}", num_ranks=2)
+    assert len(found) == 3
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4)

@@ -242,6 +242,12 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             "what a model adds for its routers",
             "remove it",
         )
+    if routers and recipe.parallel.sequence > 1:
+        yield (
+            f"model.{routers[0]}",
+            "a rank of parallel.sequence has a part of each row, and does not know what is padding",
+            "remove it, or parallel.sequence",
+        )
     objective, given, lora = recipe.objective, recipe.preference, recipe.lora
     if objective not in COMPARING:
         if given is not None:

@@ -219,7 +219,7 @@ def _marking(loop: LoopState) -> Iterator[None]:
 def look_ahead(loop: LoopState, batches: Iterable[dict[str, Any]]) -> None:
     """Have the loss know what it must of all these batches, and those of the other ranks."""
     loss = cast(Ahead, loop.loss)
-    with evaluation_mode(loop.wrapped):
+    with evaluation_mode(loop.wrapped), loop.sharing():
         each = [loop.engine.evaluate(loop.prepare(batch), loss.ahead) for batch in batches]
     loss.seen = loop.total(torch.stack(each).sum(0), counted=loop.layout.counts_losses)
 

@@ -299,8 +299,6 @@ class _Experts(KernelFunction):
         dy = dy.contiguous()
         dy_rows, dh_low = kernel.gather(dy, way, b2, ctx.scaling[1])
         dh = grouped_product(dy_rows, down, way, transposed=ctx.transposed, low_rank=(dh_low, a2))
-        if not wants_down:
-            dy_rows = dy  # frees the rows
         du, h, dscale = kernel.gate_backward(u, dh, scale, way, bias, ctx.gate)
         du_low = kernel.inner(du, way, b1, ctx.scaling[0])
         del dh
@@ -317,22 +315,20 @@ class _Experts(KernelFunction):
             del rows
         grads: list[Tensor | None] = [None] * 4
         if low is not None and h_low is not None and du_low is not None and dh_low is not None:
-            sides: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
-                (du_low, x, {"gathered": True}),
-                (low, du, {}),
-                (dh_low, h, {}),
-                # dy's few tokens again, which the cache holds, where the rows are in memory
-                (h_low, dy, {"gathered": True, "scale": scale}),
-            ]
-            for number, (left, right, how) in enumerate(sides):
-                if wants[number]:
-                    grad = kernel.gram(left, right, way, ctx.dtypes[number], **how)
-                    grad = grad[:, : ctx.ranks[number // 2]]
-                    grads[number] = grad.transpose(1, 2) if number % 2 else grad
+            if wants[0]:
+                grads[0] = kernel.gram(du_low, x, way, gathered=True)[:, : ctx.ranks[0]]
+            if wants[1]:
+                grads[1] = kernel.gram(low, du, way)[:, : ctx.ranks[0]].transpose(1, 2)
+            if wants[2]:
+                grads[2] = kernel.gram(dh_low, h, way)[:, : ctx.ranks[1]]
+            if wants[3]:
+                db = kernel.gram(h_low, dy_rows, way, scale=scale)
+                grads[3] = db[:, : ctx.ranks[1]].transpose(1, 2)
         del h, dy_rows, down
         dbias = None
         if wants[4]:
-            dbias = kernel.gram(du.new_ones((du.shape[0], 16)), du, way, bias.dtype)[:, 0]
+            dbias = kernel.gram(du.new_ones((du.shape[0], 16)), du, way)[:, 0].to(bias.dtype)
+        grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         dx = None
         if wants_x:
             (gate_up,) = _read(stored[:1], ctx.unpacks[:1], x.dtype)

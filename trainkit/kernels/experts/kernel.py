@@ -187,7 +187,7 @@ def _gram(
     WIDTH: tl.constexpr, R: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = left[rows of e]^T right[rows of e], (R, WIDTH)."""
+    """out[e] = left[rows of e]^T right[rows of e], (R, WIDTH) in fp32."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     expert = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -215,7 +215,6 @@ def _gram(
         right = tl.load(at, mask=live[:, None] & inside, other=0.0)
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
     rank = expert.to(tl.int64) * R + tl.arange(0, R)
-    total = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rank[:, None] * WIDTH + cols[None, :], total, mask=inside)
 
 
@@ -336,24 +335,22 @@ def gram(
     left: Tensor,
     right: Tensor,
     route: Route,
-    dtype: torch.dtype,
     *,
     gathered: bool = False,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Each expert's rows of left (S, R), transposed, times right's: (E, R, N).
+    """Each expert's rows of left (S, R), transposed, times right's: (E, R, N) in fp32.
 
     Args:
         left: sorted rows.
         right: (S, N) sorted rows, or (T, N) of tokens if ``gathered``.
         route: which rows are whose.
-        dtype: of the result.
         gathered: right's rows are tokens'.
         scale: (T, K), multiplies the rows of left.
     """
     rank, width = left.shape[1], right.shape[1]
     num_experts = route.ends.shape[0]
-    out = torch.empty((num_experts, rank, width), dtype=dtype, device=left.device)
+    out = torch.empty((num_experts, rank, width), dtype=torch.float32, device=left.device)
     if not left.shape[0]:
         return out.zero_()
     block = 64 if INTERPRETING else 128

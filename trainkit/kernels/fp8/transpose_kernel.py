@@ -1,6 +1,4 @@
-"""Codes of a byte each: transposed, and read. N rows, K columns; perfect kernels move 2 NK bytes,
-and 3 NK into 16 bits.
-"""
+"""Transposing codes of a byte each. N rows, K columns; a perfect kernel moves 2 NK bytes."""
 
 from collections.abc import Sequence
 
@@ -71,25 +69,6 @@ def _transpose_words(
         tl.store(places, tl.trans(turned), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _read(
-    codes_ptr, scales_ptr, out_ptr, num_rows,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out = codes * scales; a program has some rows, a block of columns at a time."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < num_rows
-    scales = tl.load(scales_ptr + rows, mask=live, other=0.0)
-    for first in range(0, WIDTH, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (cols < WIDTH)[None, :]
-        at = rows[:, None] * WIDTH + cols[None, :]
-        codes = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
-        out = codes.to(tl.float32) * scales[:, None]
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-READ = Kernel(_read)
 TRANSPOSE = Kernel(_transpose)
 TRANSPOSE_WORDS = Kernel(_transpose_words)
 
@@ -129,15 +108,3 @@ def launch_transpose(parts: Sequence[Tensor]) -> Tensor:
             4,
         )
     return out.view(FP8)
-
-
-def launch_read(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that contiguous codes (N, K), uint8, with scales (N, 1) stand for."""
-    num_rows, width = codes.shape
-    out = torch.empty((num_rows, width), dtype=dtype, device=codes.device)
-    if out.numel():
-        rows = 8
-        READ.launch(
-            -(-num_rows // rows), (codes, scales, out), (), (num_rows,), (width, rows, 512), 4
-        )
-    return out
