@@ -302,8 +302,7 @@ GATES = {
         "gelu_tanh",
         "on",
     ),
-    "exact_gelu": (lambda s, x: s.down_proj(F.gelu(g(s, x)) * u(s, x)), "gelu(", "on"),
-    "relu": (lambda s, x: s.down_proj(F.relu(g(s, x)) * u(s, x)), "relu(", "no kernel"),
+    "exact_gelu": (lambda s, x: s.down_proj(F.gelu(g(s, x)) * u(s, x)), "gelu(", "no kernel"),
 }
 NO_GATES = {
     "quick_gelu": lambda s, x: s.down_proj(g(s, x) * torch.sigmoid(1.702 * g(s, x)) * u(s, x)),

@@ -1,4 +1,4 @@
-"""The contracts of swiglu, geglu_tanh, geglu and swiglu_packed."""
+"""The contracts of swiglu, geglu_tanh and swiglu_packed."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def gated_case(
     scale: float = 2.0,
     large: bool = False,
 ) -> Case:
-    """A call of swiglu, geglu_tanh or geglu on operands of the given shape."""
+    """A call of swiglu or geglu_tanh on operands of the given shape."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         if layout == "halves":
@@ -67,8 +67,7 @@ _GATED = (
 )
 
 _OPS = tuple(
-    tried(name, cases=_GATED, tiny=gated_case("tiny", (3, 5)))
-    for name in ("swiglu", "geglu_tanh", "geglu")
+    tried(name, cases=_GATED, tiny=gated_case("tiny", (3, 5))) for name in ("swiglu", "geglu_tanh")
 )
 
 SWIGLU_PACKED = tried(

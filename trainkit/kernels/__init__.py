@@ -24,7 +24,7 @@ from trainkit.kernels.rms_norm.function import (
 )
 from trainkit.kernels.rms_norm.gated import gated_rms_norm
 from trainkit.kernels.rope.function import apply_rope
-from trainkit.kernels.swiglu.function import geglu, geglu_tanh, swiglu, swiglu_packed
+from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed
 
 __all__ = [
     "Projection",
@@ -36,7 +36,6 @@ __all__ = [
     "cross_entropy_chunk",
     "gated_delta_rule",
     "gated_rms_norm",
-    "geglu",
     "geglu_tanh",
     "layer_norm",
     "linear_cross_entropy",

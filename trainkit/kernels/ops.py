@@ -34,7 +34,6 @@ OPS: dict[str, OpSpec] = {
         OpSpec("apply_rope", apply_rope, apply_rope_reference, ("q", "k")),
         OpSpec("swiglu", gates.swiglu, gates.swiglu_reference, ("h",)),
         OpSpec("geglu_tanh", gates.geglu_tanh, gates.geglu_tanh_reference, ("h",)),
-        OpSpec("geglu", gates.geglu, gates.geglu_reference, ("h",)),
         OpSpec("swiglu_packed", gates.swiglu_packed, gates.swiglu_packed_reference, ("h",)),
         OpSpec("moe_mlp", moe_mlp, moe_mlp_reference, ("y",)),
         OpSpec("causal_conv", causal_conv, causal_conv_reference, ("y",)),

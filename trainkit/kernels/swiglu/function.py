@@ -21,11 +21,6 @@ def geglu_tanh_reference(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def geglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu(gate) * up``, by the error function."""
-    return F.gelu(gate) * up
-
-
 def swiglu_packed_reference(gate_up: Tensor, *, order: str = "gate_up") -> Tensor:
     """`swiglu_reference` on the two halves of the last axis."""
     first, second = gate_up.chunk(2, dim=-1)
@@ -53,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     _check(gate, up)
     if not runs_kernel(gate, up):
         return swiglu_reference(gate, up)
-    return _Gated.apply(gate, up, 0)
+    return _Gated.apply(gate, up, False)
 
 
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
@@ -72,15 +67,7 @@ def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     _check(gate, up)
     if not runs_kernel(gate, up):
         return geglu_tanh_reference(gate, up)
-    return _Gated.apply(gate, up, 1)
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` with the exact GELU; operands and result as of `geglu_tanh`."""
-    _check(gate, up)
-    if not runs_kernel(gate, up):
-        return geglu_reference(gate, up)
-    return _Gated.apply(gate, up, 2)
+    return _Gated.apply(gate, up, True)
 
 
 def swiglu_packed(gate_up: Tensor, *, order: str = "gate_up") -> Tensor:
@@ -114,16 +101,16 @@ def _check(gate: Tensor, up: Tensor) -> None:
 
 class _Gated(KernelFunction):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: int) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.gelu = gelu
-        return kernel.launch_forward(gate, up, gelu)
+        ctx.tanh_gelu = tanh_gelu
+        return kernel.launch_forward(gate, up, tanh_gelu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate, dup = kernel.launch_backward(gate, up, dy, ctx.gelu)
+        dgate, dup = kernel.launch_backward(gate, up, dy, ctx.tanh_gelu)
         want_gate, want_up = ctx.needs_input_grad[:2]
         return dgate if want_gate else None, dup if want_up else None, None
 

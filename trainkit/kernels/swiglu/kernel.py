@@ -53,24 +53,18 @@ def _gelu_argument(gate):
 
 
 @triton.jit
-def _share(gate, GELU: tl.constexpr):
-    """What of the gate goes on: SiLU's (0), the tanh GELU's (1), the exact GELU's (2)."""
-    if GELU == 2:
-        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        share = _sigmoid(_gelu_argument(gate) if GELU else gate)
-    return share
+def _activation(gate, TANH_GELU: tl.constexpr):
+    return gate * _sigmoid(_gelu_argument(gate) if TANH_GELU else gate)
 
 
 @triton.jit
-def _activation_and_slope(gate, GELU: tl.constexpr):
-    s = _share(gate, GELU)
-    if GELU == 2:
-        slope = s + 0.3989422804014327 * gate * tl.exp(-0.5 * gate * gate)
-    elif GELU:
+def _activation_and_slope(gate, TANH_GELU: tl.constexpr):
+    if TANH_GELU:
+        s = _sigmoid(_gelu_argument(gate))
         inner = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * gate * gate)
         slope = s * (1.0 + gate * (1.0 - s) * inner)
     else:
+        s = _sigmoid(gate)
         slope = s * (1.0 + gate * (1.0 - s))
     return gate * s, slope
 
@@ -84,16 +78,15 @@ def _place(num_cols, num_blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, dtype: tl.constexpr, WIDE: tl.constexpr, GELU: tl.constexpr):
+def _gated(gate, up, dtype: tl.constexpr, WIDE: tl.constexpr, TANH_GELU: tl.constexpr):
     # Hugging Face rounds the activation to the module's dtype before the product.
-    wide = gate.to(WIDE)
-    activated = (wide * _share(wide, GELU)).to(dtype).to(WIDE)
+    activated = _activation(gate.to(WIDE), TANH_GELU).to(dtype).to(WIDE)
     return (activated * up.to(WIDE)).to(dtype)
 
 
 @triton.jit
-def _gated_backward(gate, up, dy, WIDE: tl.constexpr, GELU: tl.constexpr):
-    activated, slope = _activation_and_slope(gate.to(WIDE), GELU)
+def _gated_backward(gate, up, dy, WIDE: tl.constexpr, TANH_GELU: tl.constexpr):
+    activated, slope = _activation_and_slope(gate.to(WIDE), TANH_GELU)
     dy = dy.to(WIDE)
     return dy * up.to(WIDE) * slope, dy * activated
 
@@ -107,14 +100,14 @@ def _forward(
     up_stride,
     num_cols,
     num_blocks,
-    GELU: tl.constexpr,
+    TANH_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if gate_ptr.dtype.element_ty == tl.float64 else tl.float32
     row, cols, mask = _place(num_cols, num_blocks, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0, eviction_policy=KEEP)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0, eviction_policy=KEEP)
-    out = _gated(gate, up, out_ptr.dtype.element_ty, WIDE, GELU)
+    out = _gated(gate, up, out_ptr.dtype.element_ty, WIDE, TANH_GELU)
     tl.store(out_ptr + row * num_cols + cols, out, mask=mask)
 
 
@@ -130,7 +123,7 @@ def _backward(
     dy_stride,
     num_cols,
     num_blocks,
-    GELU: tl.constexpr,
+    TANH_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if gate_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -138,7 +131,7 @@ def _backward(
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0)
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0)
-    dgate, dup = _gated_backward(gate, up, dy, WIDE, GELU)
+    dgate, dup = _gated_backward(gate, up, dy, WIDE, TANH_GELU)
     tl.store(dgate_ptr + row * num_cols + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + row * num_cols + cols, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
@@ -158,7 +151,7 @@ def _packed_forward(
     packed = packed_ptr + row * packed_stride + cols
     gate = tl.load(packed + (F if UP_FIRST else 0), mask=mask, other=0.0, eviction_policy=KEEP)
     up = tl.load(packed + (0 if UP_FIRST else F), mask=mask, other=0.0, eviction_policy=KEEP)
-    out = _gated(gate, up, out_ptr.dtype.element_ty, WIDE, 0)
+    out = _gated(gate, up, out_ptr.dtype.element_ty, WIDE, False)
     tl.store(out_ptr + row * F + cols, out, mask=mask)
 
 
@@ -180,7 +173,7 @@ def _packed_backward(
     gate = tl.load(packed + (F if UP_FIRST else 0), mask=mask, other=0.0)
     up = tl.load(packed + (0 if UP_FIRST else F), mask=mask, other=0.0)
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0)
-    dgate, dup = _gated_backward(gate, up, dy, WIDE, 0)
+    dgate, dup = _gated_backward(gate, up, dy, WIDE, False)
     dpacked = dpacked_ptr + row * (2 * F) + cols
     dtype: tl.constexpr = dpacked_ptr.dtype.element_ty
     tl.store(dpacked + (F if UP_FIRST else 0), dgate.to(dtype), mask=mask)
@@ -195,7 +188,7 @@ PACKED_BACKWARD = Kernel(_packed_backward)
 BLOCK, WARPS = (2**16, 4) if INTERPRETING else (2048, 8)
 
 
-def launch_forward(gate: Tensor, up: Tensor, gelu: int) -> Tensor:
+def launch_forward(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
     """The gated product of two tensors of one shape, any strides; the result is contiguous."""
     out = empty_like(gate)
     if out.numel():
@@ -206,13 +199,13 @@ def launch_forward(gate: Tensor, up: Tensor, gelu: int) -> Tensor:
             (gate, up, out),
             (gate.stride(0), up.stride(0), cols),
             (blocks,),
-            (gelu, BLOCK),
+            (tanh_gelu, BLOCK),
             WARPS,
         )
     return out
 
 
-def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, gelu: int) -> tuple[Tensor, Tensor]:
+def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, tanh_gelu: bool) -> tuple[Tensor, Tensor]:
     """(dgate, dup), both contiguous."""
     dgate, dup = empty_like(gate), empty_like(up)
     if dgate.numel():
@@ -223,7 +216,7 @@ def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, gelu: int) -> tuple[Te
             (gate, up, dy, dgate, dup),
             (gate.stride(0), up.stride(0), dy.stride(0), cols),
             (blocks,),
-            (gelu, BLOCK),
+            (tanh_gelu, BLOCK),
             WARPS,
         )
     return dgate, dup

@@ -108,11 +108,11 @@ class PackedMLP(KernelForward):
 
 
 class SlicedMLP(KernelForward):
-    """The gate's kernel on slices of one projection, on what was clamped, or with the exact GELU.
+    """The gate's kernel on slices of one projection, or on what was clamped before.
 
     Attributes:
         form: how gate and up are given, and the names of the linears.
-        activation: "silu", "gelu_tanh" or "gelu".
+        activation: "silu" or "gelu_tanh".
         limits: what is done before.
     """
 
@@ -126,16 +126,14 @@ class SlicedMLP(KernelForward):
             return super().forward(x)
         gate, up = self.limits.clamped(*_gate_and_up(self, self.form, x))
         alpha = self.limits.alpha
-        if self.activation != "silu":
-            h = {"gelu_tanh": kernels.geglu_tanh, "gelu": kernels.geglu}[self.activation](gate, up)
+        if self.activation == "gelu_tanh":
+            h = kernels.geglu_tanh(gate, up)
         elif alpha == 1.0:
             h = kernels.swiglu(gate, up)
         else:
             h = kernels.swiglu(gate * alpha, up) / alpha
         return getattr(self, self.form[-1])(h)
 
-
-_OPS = {"silu": "swiglu", "gelu_tanh": "geglu_tanh", "gelu": "geglu"}
 
 _Form = tuple[str, ...]
 """How gate and up are given, then the names of the linears."""
@@ -188,11 +186,11 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     detail = f"{_told(name, made)}, {kind.replace('_', ', then ')}"
     forward: type[KernelForward] | None = None
     settings: dict[str, Any] = {"linears": tuple(linears)}
-    is_gelu = name == "gelu" or (kind != "split" and name == "gelu_tanh")
-    if made != Limits() or kind == "interleaved" or is_gelu:
-        if name in _OPS:
+    if made != Limits() or kind == "interleaved" or (kind != "split" and name == "gelu_tanh"):
+        if name in ("silu", "gelu_tanh"):
             forward = SlicedMLP
-            settings = {"form": form, "activation": name, "limits": made, "uses": (_OPS[name],)}
+            op = "swiglu" if name == "silu" else "geglu_tanh"
+            settings = {"form": form, "activation": name, "limits": made, "uses": (op,)}
     elif kind == "split":
         forward = {"silu": SplitMLP, "gelu_tanh": GeluMLP}.get(name)
     elif name == "silu":
