@@ -1,9 +1,9 @@
 """Problems for the adapters' functions, and what the interpreter process runs on them."""
 
 import torch
-from lora.lora_references import lora_mlp_reference, lora_qkv_reference
+from lora.lora_references import lora_linear_reference, lora_mlp_reference, lora_qkv_reference
 
-from trainkit.kernels.lora.function import lora_linear, lora_linear_reference, lora_qkv
+from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
 

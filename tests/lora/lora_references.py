@@ -4,9 +4,20 @@ Shapes: K inputs, N outputs, R rank, H hidden, F feed-forward; leading axes are 
 """
 
 from torch import Tensor
+from torch.nn import functional
 
-from trainkit.kernels.lora.function import activate, lora_linear_reference
+from trainkit.kernels.lora.function import activate
 from trainkit.kernels.lora.products import Projection
+
+
+def lora_linear_reference(x: Tensor, projection: Projection) -> Tensor:
+    """``x W^T + b + s (x A^T) B^T``: (..., K) to (..., N)."""
+    out = functional.linear(x, projection.read(x.dtype), projection.bias)
+    if projection.lora_a is None or projection.lora_b is None:
+        return out
+    inner = functional.linear(x.to(projection.lora_a.dtype), projection.lora_a)
+    delta = functional.linear(inner, projection.lora_b) * projection.scaling
+    return (out + delta).to(out.dtype)
 
 
 def lora_qkv_reference(

@@ -196,7 +196,7 @@ def shape_of(text: str, name: str) -> ModelShape:
 def _kind(layer: nn.Module, stacks: set[int]) -> LayerKind:
     """Its matrices, those of one role and size together."""
     matrices: dict[tuple[Any, ...], Matrices] = {}
-    vectors = number = 0
+    vectors = 0
     for path, parameter in layer.named_parameters():
         parent, _, last = path.rpartition(".")
         in_stack = id(parameter) in stacks
@@ -212,8 +212,7 @@ def _kind(layer: nn.Module, stacks: set[int]) -> LayerKind:
             matrices[key] = replace(known, number=known.number + count)
         else:
             vectors += parameter.numel()
-            number += 1
-    return LayerKind(tuple(matrices.values()), vectors, number)
+    return LayerKind(tuple(matrices.values()), vectors)
 
 
 _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -36,12 +36,10 @@ class LayerKind:
     Attributes:
         matrices: its linear layers, and stacks of experts.
         vectors: all other numbers.
-        number_of_vectors: parameters that these are in.
     """
 
     matrices: tuple[Matrices, ...]
     vectors: int
-    number_of_vectors: int
 
     @property
     def numbers(self) -> int:
