@@ -88,7 +88,7 @@ def runs_kernel(*tensors: Tensor) -> bool:
     return all(each.dtype in _served and is_plain(each) for each in tensors)
 
 
-_served = KERNEL_DTYPES
+_served: tuple[torch.dtype, ...] = KERNEL_DTYPES
 
 
 @contextlib.contextmanager
