@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import trainkit_each
 from project import RECIPE
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -35,24 +36,26 @@ def begun(project, request):
     return project
 
 
-def damaged(project, damage):
-    """The error of the run that goes on, when ``damage`` has been done and signed for."""
-    checkpoint = project.root / "run" / "checkpoint-1"
-    whole = project.root / "whole"
-    if not whole.exists():
-        shutil.copytree(checkpoint, whole)
-    metadata = read_manifest(checkpoint).metadata
-    damage(checkpoint)
-    entries = tuple(hash_files(checkpoint, list_files(checkpoint)))
-    (checkpoint / MANIFEST_NAME).write_bytes(Manifest(entries, metadata).to_bytes())
-    said = project.sft("--resume", "run/checkpoint-1")
-    shutil.rmtree(checkpoint)
-    shutil.copytree(whole, checkpoint)
-    assert said.code == 1, (said.out, said.err)
-    assert "bug in trainkit" not in said.err
-    assert "Traceback" not in said.err
-    assert "checkpoint-1" in said.err
-    return said.err
+def damaged(project, *damages):
+    """The errors of the runs that go on, when each damage has been done and signed for."""
+    commands = []
+    for number, damage in enumerate(damages):
+        run = shutil.copytree(project.root / "run", project.root / f"run{number}")
+        checkpoint = run / "checkpoint-1"
+        metadata = read_manifest(checkpoint).metadata
+        damage(checkpoint)
+        entries = tuple(hash_files(checkpoint, list_files(checkpoint)))
+        (checkpoint / MANIFEST_NAME).write_bytes(Manifest(entries, metadata).to_bytes())
+        commands.append(["sft", "--resume", f"run{number}/checkpoint-1"])
+    errors = []
+    for said in trainkit_each(project.root, commands):
+        assert said.code == 1, (said.out, said.err)
+        assert "bug in trainkit" not in said.err
+        assert "Traceback" not in said.err
+        assert "checkpoint-1" in said.err
+        errors.append(said.err)
+        shutil.rmtree(project.root / f"run{len(errors) - 1}")
+    return errors
 
 
 def tensors(file, change):
@@ -106,19 +109,21 @@ WEIGHTS = {"lora": "adapter_model.safetensors", "full": "model.safetensors"}
 @pytest.mark.parametrize("begun", ["lora", "full"], indirect=True)
 def test_weights_and_states_that_are_not_the_runs_are_named(begun, request):
     file = WEIGHTS[request.node.callspec.params["begun"]]
-    for change in (cut, rounded, dict.pop):
-        assert "q_proj" in damaged(begun, tensors(file, change)), change
+    for said in damaged(begun, *(tensors(file, change) for change in (cut, rounded, dict.pop))):
+        assert "q_proj" in said
+    changes = (lambda t: t[:1].clone(), torch.Tensor.half, lambda _: torch.ones(1))
     for key in ("exp_avg", "exp_avg_sq"):
-        for change in (lambda t: t[:1].clone(), torch.Tensor.half, lambda _: torch.ones(1)):
-            said = damaged(begun, pickled("optimizer.pt", first_state(key, change)))
+        states = (first_state(key, change) for change in changes)
+        for said in damaged(begun, *(pickled("optimizer.pt", change) for change in states)):
             assert f": {key} is " in said
             assert "optimizer.pt" in said
-    for change in (
+    shapes = (
         lambda held: dropped(held, "param_groups"),
         lambda held: dropped(held["param_groups"][0]["params"], 0),
         lambda _: [1],
-    ):
-        assert "optimizer.pt" in damaged(begun, pickled("optimizer.pt", change))
+    )
+    for said in damaged(begun, *(pickled("optimizer.pt", change) for change in shapes)):
+        assert "optimizer.pt" in said
 
 
 STATES = [
@@ -147,17 +152,19 @@ STATES = [
 
 @pytest.mark.parametrize("begun", ["lora"], indirect=True)
 def test_a_record_that_is_not_the_runs_is_named(begun):
-    for values in STATES:
-        said = damaged(begun, written("trainer_state.json", **values))
+    states = (written("trainer_state.json", **values) for values in STATES)
+    for values, said in zip(STATES, damaged(begun, *states), strict=True):
         assert "trainer_state.json" in said
         assert f"{next(iter(values))}: " in said
-    for values in ({"loss": "high"}, {"logged_step": None}, {"meter": []}):
-        window = "log_window_rank0.json"
-        assert window in damaged(begun, written(window, **values))
-    for key in ("python", "numpy", "cpu"):
-        said = damaged(begun, pickled("rng_state.pth", lambda held, key=key: dropped(held, key)))
+    window = "log_window_rank0.json"
+    windows = ({"loss": "high"}, {"logged_step": None}, {"meter": []})
+    for said in damaged(begun, *(written(window, **values) for values in windows)):
+        assert window in said
+    keys = ("python", "numpy", "cpu")
+    drops = (pickled("rng_state.pth", lambda held, key=key: dropped(held, key)) for key in keys)
+    for said in damaged(begun, *drops):
         assert "rng_state.pth" in said
-    assert "scheduler.pt" in damaged(begun, pickled("scheduler.pt", lambda _: [1]))
+    assert "scheduler.pt" in damaged(begun, pickled("scheduler.pt", lambda _: [1]))[0]
 
 
 def without(*keys):
@@ -186,6 +193,15 @@ def one(tensor):
     return tensor.flatten()[:1].clone()
 
 
+def are_named(begun, file, damages, damage):
+    """Each by what of the run it is not, and by its file."""
+    errors = damaged(begun, *map(damage, damages.values()))
+    for named, said in zip(damages, errors, strict=True):
+        assert named.strip() in said, named
+        assert file in said
+        assert "in the run" in said, named
+
+
 @pytest.mark.parametrize("begun", ["full"], indirect=True)
 def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun):
     """Each was taken up without a word: cast, broadcast, or begun at nothing."""
@@ -203,16 +219,13 @@ def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun):
         "param_groups": put(lambda groups: groups[:1], "param_groups"),
         "masters ": put(lambda masters: masters[:-1], "masters"),
     }
-    for named, change in damages.items():
-        said = damaged(begun, pickled("optimizer.pt", change))
-        assert named.strip() in said, named
-        assert "optimizer.pt" in said
-        assert "in the run" in said, named
+    are_named(begun, "optimizer.pt", damages, lambda change: pickled("optimizer.pt", change))
     for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        said = damaged(begun, lambda checkpoint, file=file: (checkpoint / file).unlink())
+        (said,) = damaged(begun, lambda checkpoint, file=file: (checkpoint / file).unlink())
         assert f"{file} is missing" in said
-    for change in (put(1000, "last_epoch"), put(float("nan"), "base_lrs", 0), without("base_lrs")):
-        assert "scheduler.pt" in damaged(begun, pickled("scheduler.pt", change))
+    changes = (put(1000, "last_epoch"), put(float("nan"), "base_lrs", 0), without("base_lrs"))
+    for said in damaged(begun, *(pickled("scheduler.pt", change) for change in changes)):
+        assert "scheduler.pt" in said
 
 
 SHARDS = {
@@ -239,11 +252,7 @@ def test_shards_that_are_not_the_runs_are_named(begun, request):
         "exp_avg_sq": without(place, states, "state", 0, "exp_avg_sq"),
         "maximize": put(True, place, states, "param_groups", 0, "maximize"),
     }
-    for named, change in damages.items():
-        said = damaged(begun, pickled(shard, change))
-        assert named.strip() in said, named
-        assert "optim_states.pt" in said
-        assert "in the run" in said, named
+    are_named(begun, "optim_states.pt", damages, lambda change: pickled(shard, change))
 
 
 @pytest.mark.parametrize("begun", ["full fsdp2"], indirect=True)
@@ -271,8 +280,4 @@ def test_parts_that_are_not_the_runs_are_named(begun):
         " exp_avg": lambda held, name: without("state", name, "exp_avg")(held),
         "maximize": lambda held, name: put(True, "groups", 0, "maximize")(held),
     }
-    for named, change in damages.items():
-        said = damaged(begun, parts(change))
-        assert named.strip() in said, named
-        assert "sharded_state" in said
-        assert "in the run" in said, named
+    are_named(begun, "sharded_state", damages, parts)
