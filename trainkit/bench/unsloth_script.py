@@ -1,19 +1,19 @@
 """Unsloth's documented script for `trainkit bench command`: it has no command for rows of ids.
 
-Nothing of trainkit is imported: Unsloth has to come before torch's and transformers' users.
+It runs by its path, and nothing of trainkit is imported: Unsloth has to come before transformers.
 """
 
 import json
 import sys
 
-from unsloth import FastLanguageModel  # isort: skip
-import torch
-from datasets import load_dataset
-from trl import SFTConfig, SFTTrainer
-
 
 def main() -> None:
     """Train as the JSON argument says."""
+    from unsloth import FastLanguageModel  # isort: skip
+    import torch
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
     about = json.loads(sys.argv[1])
     model, tokenizer = FastLanguageModel.from_pretrained(
         about["base"],
