@@ -556,9 +556,24 @@ def patience(
         signal.signal(signal.SIGALRM, before)
 
 
+_may_limit_memory = True
+
+
+def leave_memory_alone() -> None:
+    """From now on a row is held to its seconds alone.
+
+    The limit is the process's: threads that save or pin would fail while a row is rendered.
+    """
+    global _may_limit_memory
+    _may_limit_memory = False
+
+
 @contextlib.contextmanager
 def _little_memory() -> Iterator[None]:
     """Within, a step that would fill the machine fails at once; where the system says its size."""
+    if not _may_limit_memory:
+        yield
+        return
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - of every row
             taken = int(file.read().split()[0]) * resource.getpagesize()

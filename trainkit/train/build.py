@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
 from trainkit.auto_class import without_adapters
+from trainkit.data.template import leave_memory_alone
 from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
@@ -210,6 +211,7 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
 def _trained(loop: Loop) -> NumberError | MemoryShortageError | None:
     """Train; a step that the run goes back behind is returned, and any other error raised."""
     run = loop.run
+    leave_memory_alone()
     with saving_on_signals(run.stop, run.console.note):
         try:
             loop.train(None if run.point is None else run.point.checkpoint)

@@ -92,6 +92,23 @@ def test_it_is_refused(bomb, hurried):
         template.render([{"role": "user", "content": "q"}])
 
 
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """As before a process has trained."""
+    monkeypatch.setattr(bounded, "_may_limit_memory", True)
+
+
+def test_where_other_threads_need_memory_none_is_withheld(monkeypatch):
+    """The limit is the process's: a checkpoint that is being saved would fail by it."""
+    monkeypatch.setattr(bounded, "MEMORY", 2**20)
+    template = ChatTemplate(make_tokenizer(), DataOptions())
+    template._frozen = "{{ ('a' * 10**8)|length }}"
+    with pytest.raises(RowError, match="more than 1 MiB"):
+        template.render([{"role": "user", "content": "q"}])
+    bounded.leave_memory_alone()
+    assert template.render([{"role": "user", "content": "q"}]) == "100000000"
+
+
 def test_what_takes_too_much_memory_is_told_of_it(monkeypatch):
     monkeypatch.setattr(bounded, "MEMORY", 2**26)
     template = ChatTemplate(make_tokenizer(), DataOptions())
