@@ -207,9 +207,9 @@ class LlamaServer:
 
     def _wait_for_address(self, file: Path) -> str:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return str(json.loads(line)["address"])
+        for line in self._process.stdout:
+            if line.startswith(b'{"address"'):  # else a debugger's, at an assertion of llama.cpp
+                return str(json.loads(line)["address"])
         reason = self._last_words()
         self.close()
         raise CheckpointError(f"llama.cpp does not load it: {reason}", where=file.name)
@@ -218,7 +218,8 @@ class LlamaServer:
         self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
-        causes = [line for line in lines if " E " in line]  # the first names the cause
+        # the first names the cause
+        causes = [line for line in lines if " E " in line or "GGML_ASSERT" in line]
         return (causes or lines[-1:] or ["it said nothing"])[0][-300:]
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

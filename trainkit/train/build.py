@@ -336,6 +336,7 @@ def _built(run: Run) -> BuiltModel:
         loading_whole=engine.loading_whole,
         load_part=engine.load_part,
         reads_parts=engine.reads_parts(args.device),
+        keeps_dtypes=not engine.keeps_masters,
         scalar_head=run.data.objective.scalar_head,
         sees_images=run.data.num_images > 0,
     )

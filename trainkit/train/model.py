@@ -22,7 +22,7 @@ from trainkit.auto_class import empty_model
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
-from trainkit.models.attention.packable import kept_apart, state_of
+from trainkit.models.attention.packable import state_of
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.frozen import freeze
 from trainkit.models.linears import (
@@ -38,6 +38,7 @@ from trainkit.models.loading import (
     TORCH_DTYPES,
     LoadPart,
     can_set_attention,
+    exact_decays,
     load_config,
     load_model,
     new_tokens,
@@ -161,6 +162,7 @@ def build_model(
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
     scalar_head: bool = False,
+    keeps_dtypes: bool = True,
 ) -> BuiltModel:
     """Load the model and put adapters and kernels into it.
 
@@ -181,6 +183,7 @@ def build_model(
         load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
         reads_parts: whether ranks read their parts of a model on the meta device, once sharded.
         scalar_head: add one, which trains whole.
+        keeps_dtypes: weights are computed with as they are loaded; an engine that shards casts.
 
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
@@ -192,14 +195,19 @@ def build_model(
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
     model: Any
-    model, base = _loaded(
-        source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
-    )
-    prepare_for_training(model)  # before the first forward
-    with kept_apart(model, packing and kernels is not False):
-        chosen = settle(
-            model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved
+    with exact_decays(load_config(source)) if keeps_dtypes else nullcontext():
+        model, base = _loaded(
+            source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
         )
+    prepare_for_training(model)  # before the first forward
+    chosen = settle(
+        model,
+        chosen,
+        packed=packing,
+        is_auto=attention == "auto",
+        is_proved=is_proved,
+        apart=kernels is not False,
+    )
     num_towers, num_frozen = _freeze(model, source, reentrant, sees_images)
     lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from trainkit.errors import ModelError
+from trainkit.models.attention.packable import STATE_PARAMETERS
 from trainkit.options.optimizers import Optimizer, optimizer_row
 from trainkit.parallel.engine import HALF_DTYPES
 
@@ -191,6 +192,19 @@ def parameter_groups(
     ]
 
 
+def decayed(model: nn.Module) -> set[str]:
+    """The names of the parameters that weight decay shrinks.
+
+    As transformers has it, biases and norms excepted; nor how fast a recurrence forgets, which is
+    a logarithm or an offset: zero means nothing for it.
+    """
+    return {
+        name
+        for name in Trainer.get_decay_parameter_names(None, model)
+        if name.rpartition(".")[2] not in STATE_PARAMETERS
+    }
+
+
 _WIDE = "optim_bits"
 """In a group of bitsandbytes: the precision of its states."""
 
@@ -243,7 +257,7 @@ def make_optimizer(
     make, options_of = _inner(row, model, args, num_ranks)
     groups = parameter_groups(
         model,
-        decay_names=set(Trainer.get_decay_parameter_names(None, model)),
+        decay_names=decayed(model),
         weight_decay=args.weight_decay,
         learning_rate=args.learning_rate,
         lora_plus_ratio=lora_plus_ratio,

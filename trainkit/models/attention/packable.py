@@ -17,7 +17,7 @@ from trainkit.errors import ModelError
 _MIXES_BY_STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"})
 """Values of ``config.layer_types`` that are not attention."""
 
-_STATE_PARAMETERS = frozenset({"A_log", "time_decay", "time_mix_key", "dt_bias", "slope_rate"})
+STATE_PARAMETERS = frozenset({"A_log", "time_decay", "time_mix_key", "dt_bias", "slope_rate"})
 """What the decay of a recurrence is called in its layer."""
 
 
@@ -55,19 +55,23 @@ def kept_apart(model: PreTrainedModel, wanted: bool) -> AbstractContextManager[N
     return documents_apart(model)
 
 
-def state_of(model: PreTrainedModel) -> str | None:
-    """The first layer of the text model that carries state along the sequence, in words."""
+def state_of(model: PreTrainedModel, *, split: bool = False) -> str | None:
+    """The first layer of the text model that carries state along the sequence, in words.
+
+    Where a kernel takes the boundaries of documents it carries none from one to the next; within
+    one it does, which counts where rows are ``split``.
+    """
     decoder = decoder_of(model)
     apart: tuple[str, ...] = ()
     for name, module in _text_layers(decoder):
-        if getattr(module, "keeps_documents_apart", False):
+        if getattr(module, "keeps_documents_apart", False) and not split:
             apart += (f"{name}.",)
         if f"{name}.".startswith(apart):
             continue
         if isinstance(module, nn.Conv1d):
             return f"its layer {name} is a convolution over the sequence"
         own: Iterable[str] = {*module._parameters, *module._buffers}
-        found = _STATE_PARAMETERS.intersection(own)
+        found = STATE_PARAMETERS.intersection(own)
         if found:
             return f"its layer {name} ({type(module).__name__}) is a recurrence"
     if apart:

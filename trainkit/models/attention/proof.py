@@ -43,7 +43,7 @@ from trainkit.errors import ModelError, ProofError, TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.forward import NO_INFLUENCE
-from trainkit.models.attention.packable import decoder_of, state_of
+from trainkit.models.attention.packable import decoder_of, kept_apart, state_of
 from trainkit.models.leak_test import packed_bounds
 from trainkit.models.linears import not_finite
 from trainkit.parallel.parameters import is_whole, where_it_computes
@@ -131,6 +131,7 @@ def settle(
     packed: bool,
     is_auto: bool,
     is_proved: bool = True,
+    apart: bool = False,
 ) -> Attention:
     """Give the model the attention that was chosen, or the next that computes the same as eager.
 
@@ -141,11 +142,24 @@ def settle(
         is_auto: whether another one may be taken; if not, failures are in ``checks``.
         is_proved: False takes the first choice as it is: of a model whose numbers are known to be
             bad no two computations are equal.
+        apart: layers whose kernel keeps documents apart run it in the proof; they will later.
 
     Raises:
         ModelError: no implementation keeps the documents of this model apart.
     """
     subject = _whole(model)
+    with kept_apart(subject, packed and apart):
+        return _settled(model, subject, wanted, packed, is_auto, is_proved)
+
+
+def _settled(
+    model: PreTrainedModel,
+    subject: PreTrainedModel,
+    wanted: Attention,
+    packed: bool,
+    is_auto: bool,
+    is_proved: bool,
+) -> Attention:
     if packed and (state := state_of(subject)) is not None:
         raise _cannot_pack(model, f"{state}, which carries state from one document into the next")
     if not is_proved:
