@@ -262,9 +262,7 @@ def load_model(
             else:
                 model, report = load_part(_model_class(loader, config), config, load)
             _refuse_missing(report["missing_keys"], source)
-            if changes := vars(model).get("_weight_conversions"):
-                # Under ZeRO-3 transformers keeps those that its files did not need, too, and saving
-                # would give a text model the names of a wrapper.
+            if changes := vars(model).get("_weight_conversions"):  # ZeRO-3: unused ones, too
                 model._weight_conversions = [each for each in changes if each.was_used()]
     if unpacked is not None and quantization is unpacked:
         model = _as_plain_model(model, _stored_path(source_path, options))
@@ -281,7 +279,7 @@ _DECAYS = frozenset({"A_log", "dt_bias"})
 
 
 @contextlib.contextmanager
-def exact_decays(config: PreTrainedConfig) -> Iterator[None]:
+def exact_decays(config: PreTrainedConfig, wanted: bool) -> Iterator[None]:
     """Within, what a gated recurrence forgets by stays fp32 as models are loaded in less.
 
     bf16 rounds A_log to 0.4%: a rate of decay, and with it how long a state lasts, is off by as
@@ -291,7 +289,7 @@ def exact_decays(config: PreTrainedConfig) -> Iterator[None]:
 
     types: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
     before = PreTrainedModel._keep_in_fp32_modules_strict
-    if "linear_attention" in types:
+    if wanted and "linear_attention" in types:
         PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *_DECAYS}
     try:
         yield

@@ -195,19 +195,12 @@ def build_model(
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
     model: Any
-    with exact_decays(load_config(source)) if keeps_dtypes else nullcontext():
-        model, base = _loaded(
-            source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
-        )
+    parts = (loading_whole, load_part, reads_parts)
+    with exact_decays(load_config(source), keeps_dtypes):
+        model, base = _loaded(source, loaded_with, quantize, lora, fp8, device, *parts)
     prepare_for_training(model)  # before the first forward
-    chosen = settle(
-        model,
-        chosen,
-        packed=packing,
-        is_auto=attention == "auto",
-        is_proved=is_proved,
-        apart=kernels is not False,
-    )
+    proving = {"packed": packing, "is_proved": is_proved, "apart": kernels is not False}
+    chosen = settle(model, chosen, is_auto=attention == "auto", **proving)
     num_towers, num_frozen = _freeze(model, source, reentrant, sees_images)
     lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None
