@@ -67,28 +67,6 @@ def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num
     assert compiled.asm["cubin"]
 
 
-def compile_call(arch, kernel, *arguments, num_warps, num_stages=3):
-    """A launch by Triton's own road: what is no tensor and no constant is a stride or a number."""
-    signature, constexprs, attributes = {}, {}, {}
-    for index, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constexprs[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    name = kernel.__name__
-    assert compiled.metadata.shared <= SHARED_BYTES[arch], (name, compiled.metadata.shared)
-    assert compiled.asm["cubin"]
-
-
 WIDE = (4096, 8192, 65536)  # hidden sizes at which a row no longer leaves room for others
 
 
@@ -141,7 +119,9 @@ def main(archs: list[int]) -> None:
     seen = set()
     here: list[int] = []
 
-    def record(self, programs, pointers, strides, free, constants, num_warps, num_stages=1):
+    def record(
+        self, programs, pointers, strides, free, constants, num_warps, num_stages=1, products=0
+    ):
         for arch in here:
             kinds = tuple(pointer.dtype for pointer in pointers)
             key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)
@@ -150,17 +130,7 @@ def main(archs: list[int]) -> None:
                 compile_for(arch, self, pointers, strides, free, constants, num_warps, num_stages)
                 print(arch, self.jitted.__module__, self.jitted.__name__, flush=True)
 
-    def record_call(kernel, programs, products, *arguments, **options):
-        for arch in here:
-            kinds = tuple(getattr(each, "dtype", each) for each in arguments)
-            key = (arch, kernel.__name__, kinds, *options.values())
-            if key not in seen:
-                seen.add(key)
-                compile_call(arch, kernel, *arguments, **options)
-                print(arch, kernel.__module__, kernel.__name__, flush=True)
-
     launch.Kernel.launch = record
-    launch.run_by_triton = record_call
     launch.INTERPRETING = True  # CPU tensors take the kernels' road
     for arch in archs:
         launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]

@@ -62,15 +62,6 @@ def launches(flops: float = 0.0) -> bool:
     return False
 
 
-def run_by_triton(
-    kernel: Any, programs: int, products: int, *arguments: Any, **options: int
-) -> None:
-    """Launch by Triton's own road: for kernels next to whose time the host's is little."""
-    if launches(2.0 * products):
-        with device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **options)
-
-
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is on a GPU, or stands for one that is."""
     return _shapes_only is not None or tensor.is_cuda
@@ -227,6 +218,7 @@ class Kernel:
         constants: tuple,
         num_warps: int,
         num_stages: int = 1,
+        products: int = 0,
     ) -> None:
         """Launch on the tensors' device, on its current stream.
 
@@ -238,8 +230,9 @@ class Kernel:
             constants: constexpr values; part of the signature.
             num_warps: warps of a program.
             num_stages: depth of software pipelining.
+            products: how often it multiplies and adds in products of matrices.
         """
-        if _shapes_only is not None:
+        if not launches(2.0 * products):
             return
         if torch.compiler.is_compiling() or INTERPRETING:
             self.jitted[programs,](
@@ -254,7 +247,7 @@ class Kernel:
         mixed = 0
         for stride in strides:
             mixed |= stride
-        as_compiled = mixed < _INT32_END and free[0] < _INT32_END
+        as_compiled = mixed < _INT32_END and (not free or free[0] < _INT32_END)
         for address in addresses:
             mixed |= address
         as_compiled = as_compiled and not mixed & 15

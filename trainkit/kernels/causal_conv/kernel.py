@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels import launch
-from trainkit.kernels.launch import INTERPRETING, next_power_of_2
+from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
 
 ROWS, CHANNELS, AT_ONCE = (8, 32, 4) if INTERPRETING else (64, 512, 4)
 WARPS = 4
@@ -40,7 +39,7 @@ def _younger(age, one, two, three):
     return one, two, tl.where(age >= 3, three, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _forward(
     x_ptr, weight_ptr, bias_ptr, first_ptr, y_ptr, x_stride, num_tokens,
     C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -84,7 +83,7 @@ def _forward(
             x3, x2, x1 = x2, x1, x0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _backward(
     x_ptr, weight_ptr, bias_ptr, first_ptr, dy_ptr, dx_ptr, partial_ptr,
     x_stride, dy_stride, num_tokens,
@@ -164,6 +163,9 @@ def _backward(
         tl.store(to + W * C, total, mask=known)
 
 
+FORWARD, BACKWARD = Kernel(_forward), Kernel(_backward)
+
+
 def _grid(num_tokens: int, channels: int) -> tuple[int, int, int]:
     """Parts of the tokens, blocks of the channels, the channels of a block."""
     width = min(CHANNELS, next_power_of_2(channels))
@@ -175,12 +177,14 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, silu:
     num_tokens, channels = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts, blocks, width = _grid(num_tokens, channels)
-    launch.run_by_triton(
-        _forward, parts * blocks, 0,
-        x, weight, weight if bias is None else bias, first, y, x.stride(0), num_tokens,
-        channels, weight.shape[1], bias is not None, silu, ROWS, width, AT_ONCE,
-        num_warps=WARPS,
-    )  # fmt: skip
+    FORWARD.launch(
+        parts * blocks,
+        (x, weight, weight if bias is None else bias, first, y),
+        (x.stride(0),),
+        (num_tokens,),
+        (channels, weight.shape[1], bias is not None, silu, ROWS, width, AT_ONCE),
+        WARPS,
+    )
     return y
 
 
@@ -201,13 +205,14 @@ def backward(
     partial = torch.empty(
         (parts if want_dw else 1, taps + 1, channels), dtype=torch.float32, device=x.device
     )
-    launch.run_by_triton(
-        _backward, parts * blocks, 0,
-        x, weight, weight if bias is None else bias, first, dy, dx, partial,
-        x.stride(0), dy.stride(0), num_tokens,
-        channels, taps, bias is not None, silu, want_dw, ROWS, width, AT_ONCE,
-        num_warps=WARPS,
-    )  # fmt: skip
+    BACKWARD.launch(
+        parts * blocks,
+        (x, weight, weight if bias is None else bias, first, dy, dx, partial),
+        (x.stride(0), dy.stride(0)),
+        (num_tokens,),
+        (channels, taps, bias is not None, silu, want_dw, ROWS, width, AT_ONCE),
+        WARPS,
+    )
     if not want_dw:
         return dx, None, None
     sums = partial.sum(0)

@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels import launch
 from trainkit.kernels.documents import CHUNK, chunk_table
-from trainkit.kernels.launch import INTERPRETING, launches, next_power_of_2
+from trainkit.kernels.launch import INTERPRETING, Kernel, launches, next_power_of_2
 
 
 @triton.jit
@@ -507,20 +506,23 @@ class Settings:
         self.precision = "ieee" if single else "tf32"
         self.store = torch.float32 if single else q.dtype
 
-    def options_of(self, kernel: str) -> tuple[int, dict[str, int]]:
-        """The columns of a value that a program takes at once, and what Triton is told."""
-        block_v, warps, stages = LAUNCH[kernel]
-        return min(block_v, self.block_v), {"num_warps": warps, "num_stages": stages}
+    def options_of(self, kernel: Kernel) -> tuple[int, tuple[int, int]]:
+        """The columns of a value that a program takes at once; warps and stages."""
+        block_v, *options = LAUNCH[kernel]
+        return min(block_v, self.block_v), (options[0], options[1])
 
 
+PREPARE, SCAN, OUTPUT = Kernel(_prepare), Kernel(_scan), Kernel(_output)
+INNER, SCAN_BACK = Kernel(_inner), Kernel(_scan_back)
+INSIDE, GRADIENTS = Kernel(_inside), Kernel(_gradients)
 LAUNCH = {
-    "prepare": (0, 4, 3),
-    "scan": (32, 4, 3),
-    "output": (64, 4, 1),
-    "inner": (64, 4, 1),
-    "scan_back": (32, 4, 3),
-    "inside": (64, 4, 1),
-    "gradients": (64, 4, 1),
+    PREPARE: (0, 4, 3),
+    SCAN: (32, 4, 3),
+    OUTPUT: (64, 4, 1),
+    INNER: (64, 4, 1),
+    SCAN_BACK: (32, 4, 3),
+    INSIDE: (64, 4, 1),
+    GRADIENTS: (64, 4, 1),
 }
 """Columns that a program takes at once, warps, stages. What Triton 3.6 makes of others is not
 always right on Hopper: `_gradients` with two stages has another dk each time, and `_output` over
@@ -542,6 +544,10 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for each in tensors for stride in each.stride()[:2])
 
 
+def _run(kernel, programs, products, pointers, strides, free, constants, options) -> None:
+    kernel.launch(programs, pointers, strides, free, constants, *options, products)
+
+
 class Prepared:
     """What both passes need of the chunks."""
 
@@ -557,12 +563,11 @@ class Prepared:
         programs = len(self.chunks) * hv
         scratch = torch.empty((programs, CHUNK, 16), dtype=torch.float32, device=q.device)
         size = s.sizes[0]
-        launch.run_by_triton(
-            _prepare, programs, num_tokens * hv * CHUNK * (size + CHUNK),
-            q, k, g, beta, self.chunks, self.cum, self.inverse, self.rq, self.rk, scratch,
-            *strides(q, k), eps,
-            hk, hv, size, s.block_k, s.normalize, s.operand, s.precision,
-            **s.options_of("prepare")[1],
+        _run(
+            PREPARE, programs, num_tokens * hv * CHUNK * (size + CHUNK),
+            (q, k, g, beta, self.chunks, self.cum, self.inverse, self.rq, self.rk, scratch),
+            strides(q, k), (eps,), (hk, hv, size, s.block_k, s.normalize, s.operand, s.precision),
+            s.options_of(PREPARE)[1],
         )  # fmt: skip
 
 
@@ -572,16 +577,16 @@ def scan(k, v, beta, p: Prepared, s: Settings, wants_wrong: bool) -> tuple[Tenso
     states = torch.empty((len(p.chunks), hv, *s.sizes), dtype=s.store, device=k.device)
     new = torch.empty(v.shape, dtype=s.store, device=k.device)
     wrong = torch.empty_like(new) if wants_wrong else new
-    block_v, options = s.options_of("scan")
+    block_v, options = s.options_of(SCAN)
     size, values = s.sizes
-    launch.run_by_triton(
-        _scan, (len(p.bounds) - 1) * hv * -(-values // block_v),
+    _run(
+        SCAN, (len(p.bounds) - 1) * hv * -(-values // block_v),
         v.numel() * (2 * size + CHUNK),
-        k, v, beta, p.cum, p.inverse, p.rk, p.bounds, p.offsets, states, new, wrong,
-        *strides(k, v),
-        hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision,
-        options["num_stages"], wants_wrong,
-        **options,
+        (k, v, beta, p.cum, p.inverse, p.rk, p.bounds, p.offsets, states, new, wrong),
+        strides(k, v), (),
+        (hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision, options[1],
+         wants_wrong),
+        options,
     )  # fmt: skip
     return states, new, wrong
 
@@ -593,14 +598,14 @@ def forward(q, k, v, g, beta, cu_seqlens, eps, s: Settings) -> tuple[Tensor, Pre
     states, new, _ = scan(k, v, beta, p, s, False)
     hk, hv = s.heads
     size = s.sizes[0]
-    block_v, options = s.options_of("output")
-    launch.run_by_triton(
-        _output, len(p.chunks) * hv,
+    block_v, options = s.options_of(OUTPUT)
+    _run(
+        OUTPUT, len(p.chunks) * hv,
         v.numel() * (size + CHUNK) + len(v) * hv * size * CHUNK,
-        q, k, p.cum, p.rq, p.rk, p.chunks, states, new, o,
-        *strides(q, k), s.scale,
-        hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision,
-        **options,
+        (q, k, p.cum, p.rq, p.rk, p.chunks, states, new, o),
+        strides(q, k), (s.scale,),
+        (hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision),
+        options,
     )  # fmt: skip
     return o, p
 
@@ -617,42 +622,40 @@ def backward(q, k, v, beta, do, p: Prepared, s: Settings) -> tuple[Tensor, ...]:
     shared = (hk, hv, *s.sizes, s.block_k)
     size, values = s.sizes
     square = len(v) * hv * CHUNK  # what a product inside the chunks takes, a column
-    block_v, options = s.options_of("inner")
-    launch.run_by_triton(
-        _inner, len(p.chunks) * hv, square * (size + values),
-        q, k, p.cum, p.rq, p.rk, p.chunks, do, dnew,
-        *strides(q, k, do), s.scale,
-        *shared, block_v, s.normalize, s.operand, s.precision,
-        **options,
+    block_v, options = s.options_of(INNER)
+    _run(
+        INNER, len(p.chunks) * hv, square * (size + values),
+        (q, k, p.cum, p.rq, p.rk, p.chunks, do, dnew),
+        strides(q, k, do), (s.scale,), (*shared, block_v, s.normalize, s.operand, s.precision),
+        options,
     )  # fmt: skip
-    block_v, options = s.options_of("scan_back")
+    block_v, options = s.options_of(SCAN_BACK)
     parts = -(-values // block_v)
     carried = torch.empty((*dg.shape, parts), dtype=torch.float32, device=q.device)
-    launch.run_by_triton(
-        _scan_back, (len(p.bounds) - 1) * hv * parts, v.numel() * (3 * size + CHUNK),
-        q, k, beta, p.cum, p.inverse, p.rq, p.rk, p.bounds, p.offsets,
-        do, dnew, new, x, dstates, carried,
-        *strides(q, k, do), s.scale,
-        *shared, block_v, s.normalize, s.operand, s.precision, options["num_stages"],
-        **options,
+    _run(
+        SCAN_BACK, (len(p.bounds) - 1) * hv * parts, v.numel() * (3 * size + CHUNK),
+        (q, k, beta, p.cum, p.inverse, p.rq, p.rk, p.bounds, p.offsets,
+        do, dnew, new, x, dstates, carried),
+        strides(q, k, do), (s.scale,),
+        (*shared, block_v, s.normalize, s.operand, s.precision, options[1]),
+        options,
     )  # fmt: skip
     m = torch.empty((3, len(p.chunks), hv, CHUNK, CHUNK), dtype=s.store, device=q.device)
-    block_v, options = s.options_of("inside")
-    launch.run_by_triton(
-        _inside, len(p.chunks) * hv, square * (4 * values + 2 * size),
-        q, k, beta, p.cum, p.rq, p.rk, p.chunks, new, wrong, do, x, carried,
-        *m, dv, dg, dbeta,
-        *strides(q, k, do), s.scale,
-        *shared, block_v, parts, s.normalize, s.operand, s.precision,
-        **options,
+    block_v, options = s.options_of(INSIDE)
+    _run(
+        INSIDE, len(p.chunks) * hv, square * (4 * values + 2 * size),
+        (q, k, beta, p.cum, p.rq, p.rk, p.chunks, new, wrong, do, x, carried,
+        *m, dv, dg, dbeta),
+        strides(q, k, do), (s.scale,),
+        (*shared, block_v, parts, s.normalize, s.operand, s.precision),
+        options,
     )  # fmt: skip
-    block_v, options = s.options_of("gradients")
-    launch.run_by_triton(
-        _gradients, len(p.chunks) * hk, 3 * v.numel() * size + 3 * square * size,
-        q, k, beta, p.cum, p.rq, p.rk, p.chunks, states, new, do, x, dstates, *m,
-        dq, dk, dg,
-        *strides(q, k, do), s.scale,
-        *shared, block_v, s.normalize, s.operand, s.precision,
-        **options,
+    block_v, options = s.options_of(GRADIENTS)
+    _run(
+        GRADIENTS, len(p.chunks) * hk, 3 * v.numel() * size + 3 * square * size,
+        (q, k, beta, p.cum, p.rq, p.rk, p.chunks, states, new, do, x, dstates, *m,
+        dq, dk, dg),
+        strides(q, k, do), (s.scale,), (*shared, block_v, s.normalize, s.operand, s.precision),
+        options,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta
