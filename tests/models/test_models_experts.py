@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import transformers
 from families.survey import build, step
 from torch.nn import functional as F
 from transformers import Qwen3MoeConfig
 from transformers.activations import ACT2FN
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from trainkit.models.linears import expert_parameters
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.gates import find_experts
 
@@ -138,6 +140,8 @@ def test_a_step_is_hugging_faces(model_type, implementation, dtype):
     """In fp32 by the truth in fp64: three times what the plain model is off, or 32 roundings."""
     exact = step(build(model_type).double().train()) if dtype == torch.float32 else None
     model = build(model_type).to(dtype).train()
+    if not expert_parameters(model):
+        pytest.skip(f"transformers {transformers.__version__} has no stacks in {model_type}")
     plain = step(model)
     if model_type != "llama4_text":  # which has one implementation
         model.set_experts_implementation(implementation)

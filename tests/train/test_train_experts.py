@@ -87,6 +87,10 @@ def test_the_routers_losses_are_transformers_own_and_a_sum_over_any_cut(model_ty
     mask = (torch.arange(9) < torch.tensor([9, 4, 7, 5])[:, None]).long()
     with torch.no_grad():
         outputs = model(input_ids=ids, attention_mask=mask, **losses.forward_options)
+        if not outputs.get("router_logits"):  # transformers 5.17 keeps those of granitemoe
+            with pytest.raises(ModelError, match="granitemoe have no auxiliary loss"):
+                losses.count(outputs, mask.flatten() != 0)
+            return
         whole = losses.count(outputs, real_tokens({"input_ids": ids, "attention_mask": mask}))
     balance, z = losses.losses(whole, whole).tolist()
     assert balance == pytest.approx(0.3 * float(outputs.aux_loss), rel=1e-5)

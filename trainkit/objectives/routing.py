@@ -157,6 +157,7 @@ class RouterLosses:
         self.seen: Tensor | None = None
         self.sums: Tensor | None = None
         if self.is_on:
+            self._type = str(text.model_type)
             self._experts, self._chosen = _sizes(base, text)
             self.shape = (2 * self._experts + 2,)
 
@@ -170,7 +171,10 @@ class RouterLosses:
         number, weight = self._experts, real.float()
         choices, found = weight.new_zeros(number).double(), weight.new_zeros(number)
         z = weight.new_zeros(1)
-        for logits in outputs["router_logits"]:
+        given = outputs.get("router_logits")
+        if not given:  # as granitemoe of transformers 5.17, which adds the loss and keeps them
+            raise _without(self._type)
+        for logits in given:
             rows = logits.reshape(-1, number)
             shares = rows.softmax(-1)
             index = shares.topk(self._chosen, -1).indices.flatten()
@@ -178,7 +182,7 @@ class RouterLosses:
             found = found + (shares.float() * weight[:, None]).sum(0)
             if self.factors[1]:
                 z = z + (rows.float().logsumexp(-1).square() * weight).sum()
-        tokens = weight.double().sum() * len(outputs["router_logits"])
+        tokens = weight.double().sum() * len(given)
         return torch.cat((choices, found.double(), z.double(), tokens[None]))
 
     def add(self, outputs: Any, real: Tensor) -> None:
@@ -234,8 +238,12 @@ def _sizes(base: Any, text: Any) -> tuple[int, int]:
             value = None
         if value is not None and abs(float(value - ours.losses(whole, whole)[0])) < 1e-4:
             return sizes[0], sizes[1]
-    raise ModelError(
-        f"the routers of {text.model_type} have no auxiliary loss of transformers' form",
+    raise _without(text.model_type)
+
+
+def _without(model_type: str) -> ModelError:
+    return ModelError(
+        f"the routers of {model_type} have no auxiliary loss of transformers' form",
         where="model.router_aux_loss",
         fix="remove router_aux_loss and router_z_loss, and leave output_router_logits false in "
         "the model's config.json",
