@@ -22,6 +22,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -289,11 +290,16 @@ def limits(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, float]:
     }
 
 
+_REFUSAL = re.compile(r"error: (rank \d+: )?parallel\.\w+: ")
+"""What depends on the model is refused where the run begins."""
+
+
 def judged(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, Any]:
     """A cell that has run against its reference."""
     for each in (cell.reference, cell):
         if not runs.went[each.name]:
-            return {"failed": runs.said(each.name)}
+            said = runs.said(each.name)
+            return {"refused" if _REFUSAL.search(said) else "failed": said}
     try:
         found = numbers(runs.root / cell.name)
         row = differences(runs.root / cell.reference.name, runs.root / cell.name)

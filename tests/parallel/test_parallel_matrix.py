@@ -62,11 +62,7 @@ def test_losses_of_routers_are_refused_where_a_rank_has_some_of_them(key):
     from trainkit.recipe import Recipe
 
     with pytest.raises(RecipeError, match="the routers of all layers have one loss") as refused:
-        Recipe(
-            model={"name_or_path": "m", key: 0.1},
-            data={"train": ["a"]},
-            parallel={"pipeline": 2},
-        )
+        Recipe(model={"name_or_path": "m", key: 1}, data={"train": ["a"]}, parallel={"pipeline": 2})
     assert f"model.{key}" in str(refused.value)
 
 

@@ -168,14 +168,9 @@ def weights_of(folder):
     return found
 
 
-ODD = {
-    "llama": {},
+ODD = {name: {} for name in ("llama", "gpt2", "bloom", "gpt_oss", "falcon_h1")} | {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "gemma2": {"head_dim": 16},
-    "gpt2": {},
-    "bloom": {},
-    "gpt_oss": {},
-    "falcon_h1": {},
 }
 """A plain one; factors on the embeddings; positions and a norm of their own before the layers;
 layers of several kinds; layers that give tuples."""
