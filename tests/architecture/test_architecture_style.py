@@ -36,7 +36,7 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 371, "code": 60_450, "words": 10_850},
-    "tests": {"code": 41_400},
+    "tests": {"code": 41_450},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_480},
 }
