@@ -62,6 +62,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
     },
     ("bench", "step"): ("--no-such-option",),
     ("bench", "lora"): ("--no-such-option",),
+    ("bench", "command"): ("--no-such-option",),
 }
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,9 @@ class Options:
 
     rows: object = None
     resume: str | None = None
+
+
+RECIPE = SimpleNamespace(recipe=SimpleNamespace(training={}))
 
 
 def end_readers(monkeypatch):
@@ -54,7 +58,7 @@ def test_a_run_goes_on(monkeypatch, tmp_path, as_json):
     end_readers(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        sft._train(None, Options(), as_json=as_json)
+        sft._train(RECIPE, Options(), as_json=as_json)
     assert told == ["done"]
 
 

@@ -7,7 +7,7 @@ from resume.test_resume_same_run import broken_and_whole
 
 @pytest.mark.slow
 def test_killed_merged_and_asked(project):
-    given = ["r.yaml", 'model.add_tokens=["number", "It is"]', "kernels=true"]
+    given = ['model.add_tokens=["number", "It is"]', "kernels=true"]
     parts, whole = broken_and_whole(project, given)
     assert parts == whole
     said = project.sft("--resume", "parts", 'model.add_tokens=["number"]')
