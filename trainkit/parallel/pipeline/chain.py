@@ -96,8 +96,9 @@ def find_chain(config: Any, replica_of: Callable[[Any], Any]) -> Chain:
     except _FAILURES as error:
         has_reason = isinstance(error, _NoChain | TrainkitError)
         why = str(error) if has_reason else f"{type(error).__name__}: {error}"
+        first, _, _ = why.partition("\n")
         raise ModelError(
-            f"{config.model_type} is no chain of layers that can be cut: {why.splitlines()[0]}",
+            f"{config.model_type} is no chain of layers that can be cut: {first}",
             where="parallel.pipeline",
             fix="set parallel: {shard: fsdp2} instead",
         ) from error
