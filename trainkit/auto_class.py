@@ -7,8 +7,22 @@ from typing import Any
 
 import torch
 import transformers  # its models, seconds of imports, are found when they are asked for
+from huggingface_hub.errors import StrictDataclassError
 
 from trainkit.errors import ModelError
+
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ImportError,
+    NameError,
+    StrictDataclassError,
+)
+"""What any model's code may raise where it is called in a way that it does not take."""
 
 
 def auto_class(config: transformers.PreTrainedConfig) -> Any:

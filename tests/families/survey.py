@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from tiny_classes import _EXTRA, classes, make_tiny
 
+from trainkit.auto_class import FAILURES
 from trainkit.errors import TrainkitError
 from trainkit.estimate.peak import peak
 from trainkit.estimate.plan import ALL_OPS, Plan
 from trainkit.estimate.shape import from_config
 from trainkit.models.patch import patch_kernels
-from trainkit.models.proof.compare import FAILURES
 from trainkit.models.proof.replica import make_replica
 from trainkit.options.model import OPS
 from trainkit.parallel.pipeline.chain import find_chain

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from trainkit.auto_class import empty_model
+from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.job import Job, LayerKind, Matrices, ModelShape, stored_as
 from trainkit.kernels.launch import KERNEL_DTYPES, by_reference
@@ -40,7 +40,6 @@ from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import LossOptions, configure
 from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
-from trainkit.models.proof.compare import FAILURES
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
 from trainkit.models.proof.replica import code_signature, signature, with_layers

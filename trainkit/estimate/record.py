@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainkit.auto_class import FAILURES
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
-from trainkit.models.proof.compare import FAILURES
 from trainkit.models.recompute import KEPT
 
 

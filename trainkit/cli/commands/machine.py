@@ -221,10 +221,8 @@ def command(
     (name,) = _names(model, MODELS, "--model")
     chosen = _names(tools or ",".join(bench.installed(peer_path)), bench.TOOLS, "--tools")
     wanted = _names(modes, bench.MODES, "--modes")
-    shape, records = (
-        replace(MODELS[name], batch_size=batch, length=length),
-        Records("command", output),
-    )
+    shape = replace(MODELS[name], batch_size=batch, length=length)
+    records = Records("command", output)
     with tempfile.TemporaryDirectory() as folder:
         bench.prepare(Path(folder), shape, steps)
         for mode in wanted:

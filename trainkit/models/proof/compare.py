@@ -19,11 +19,11 @@ from types import FunctionType
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from trainkit.auto_class import FAILURES
 from trainkit.models.swap import KernelForward
 
 EXACT = 1e-10
@@ -45,19 +45,6 @@ BRANCHES = frozenset(
     )
 )  # fmt: skip
 """What smooth arithmetic never does: no inputs can be trusted to reach both of its sides."""
-
-FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ImportError,
-    NameError,
-    StrictDataclassError,
-)
-"""What any model's code may raise where it is called in a way that it does not take."""
 
 _DECIDING = frozenset(
     ("min", "max", "len", "int", "bool", "any", "all", "sorted", "eval", "getattr")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import kernels
-from trainkit.models.proof.compare import FAILURES, Finding, Wide, draw, relative
+from trainkit.auto_class import FAILURES
+from trainkit.models.proof.compare import Finding, Wide, draw, relative
 from trainkit.models.proof.source import methods, names_in, redirected
 from trainkit.models.swap import KernelForward, Swaps, subclass_of
 

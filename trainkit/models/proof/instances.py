@@ -26,11 +26,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trainkit.auto_class import FAILURES
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels.contract import hair
 from trainkit.kernels.launch import by_reference
 from trainkit.models.linears import is_packed
-from trainkit.models.proof.compare import FAILURES, Wide, furthest, tensors_of
+from trainkit.models.proof.compare import Wide, furthest, tensors_of
 from trainkit.models.proof.gates import expert_routes
 from trainkit.parallel.parameters import is_whole
 

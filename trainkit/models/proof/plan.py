@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainkit.auto_class import FAILURES
 from trainkit.errors import PatchError
 from trainkit.kernels.launch import by_reference
 from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
-from trainkit.models.proof.compare import FAILURES, Finding, Wide, furthest, other_mode, relative
+from trainkit.models.proof.compare import Finding, Wide, furthest, other_mode, relative
 from trainkit.models.proof.delta import find_delta
 from trainkit.models.proof.gates import find_experts, find_gate
 from trainkit.models.proof.instances import recordable

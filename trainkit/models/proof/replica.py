@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainkit.auto_class import empty_model
+from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import PatchError
 from trainkit.models.linears import kind_of
-from trainkit.models.proof.compare import FAILURES
 from trainkit.models.swap import plain_class
 from trainkit.parallel.parameters import where_it_computes
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.auto_class import FAILURES
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.parallel.pipeline.share import Share
 
@@ -64,19 +65,7 @@ class _NoChain(Exception):
     """Why a model is none."""
 
 
-_FAILURES = (
-    _NoChain,
-    TrainkitError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ImportError,
-    ArithmeticError,
-)
-"""What a model's code may raise besides, where it is built small or called in another way."""
+_FAILURES = (*FAILURES, _NoChain, TrainkitError, ArithmeticError)
 
 
 def find_chain(config: Any, replica_of: Callable[[Any], Any]) -> Chain:
