@@ -9,20 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.job import Adapters
-from trainkit.estimate.peak import (
-    GIB,
-    HELD_ON_THE_WAY,
-    Peak,
-    keep_to_budget,
-    optimizer_bytes,
-    peak,
-    ranks_of,
-)
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Plan, within_budget
+from trainkit.estimate.peak import GIB, HELD_ON_THE_WAY, Peak, peak
+from trainkit.estimate.plan import Plan
 from trainkit.estimate.speed import band, seconds
-from trainkit.options import Fp8Options
-from trainkit.options.optimizers import OPTIMIZERS
 
 SHOWN: Mapping[str, int] = {"same": 2, "rounded": 2, "adapters": 2}
 """How many are given of each kind: they train the same weights, to the bit where nothing is
@@ -53,21 +42,21 @@ Replan = Callable[[str, Plan], Plan | None]
 None where the recipe refuses them."""
 
 
-def suggest(plan: Plan, gpu: Gpu, replan: Replan | None = None) -> list[Suggestion]:
+def suggest(plan: Plan, gpu: Gpu, replan: Replan) -> list[Suggestion]:
     """Changes that make a plan fit a GPU: as few as do, of those that train the same weights.
 
-    With ``replan``, what is suggested is what the recipe then says; else what the plan's own
-    changes come to.
+    Each is tried as the recipe then says it, since more than the changed setting may be another: a
+    base in 4 bits offloads inputs, say, and adapters' matrices are too thin for an optimizer's
+    projections.
     """
     found: dict[str, list[Suggestion]] = {kind: [] for kind in SHOWN}
     for number in (1, 2, 3, 4):
         for kind in [kind for kind in SHOWN if not found[kind]]:
-            for each in _fitting(plan, gpu, number, kind):
+            for each in _fitting(plan, gpu, replan, number, kind):
                 if len(found[kind]) == SHOWN[kind]:
                     break
-                exact = _by_recipe(each, plan, gpu, replan)
-                if exact and not any(_is_no_better(exact, known) for known in found[kind]):
-                    found[kind].append(exact)
+                if not any(_is_no_better(each, known) for known in found[kind]):
+                    found[kind].append(each)
     return [each for kind in SHOWN for each in sorted(found[kind], key=lambda each: each.time)]
 
 
@@ -79,178 +68,94 @@ def _is_no_better(each: Suggestion, known: Suggestion) -> bool:
     )
 
 
-def _by_recipe(each: Suggestion, plan: Plan, gpu: Gpu, replan: Replan | None) -> Suggestion | None:
-    """A suggestion with what its recipe comes to; None where that is refused or does not fit.
-
-    More than the changed setting may be another: a base in 4 bits offloads inputs, say, and
-    adapters' matrices are too thin for an optimizer's projections.
-    """
-    if replan is None:
-        return each
-    changed = replan(each.settings, plan)
-    if changed is None:
-        return None
-    found = _suggestion(each.settings, changed, plan, gpu, changes_result=each.changes_result)
-    return found if _fits(changed, gpu) else None
-
-
-def _suggestion(
-    settings: str, changed: Plan, plan: Plan, gpu: Gpu, *, changes_result: bool
-) -> Suggestion:
-    return Suggestion(
-        settings=settings,
-        peak_gib=peak(changed).gib,
-        time=_per_token(changed, gpu) / _per_token(plan, gpu),
-        changes_result=changes_result,
-        host_gib=host_gib(changed),
-    )
-
-
-def _fitting(plan: Plan, gpu: Gpu, number: int, kind: str) -> list[Suggestion]:
+def _fitting(plan: Plan, gpu: Gpu, replan: Replan, number: int, kind: str) -> list[Suggestion]:
     """So many changes of a kind at a time that make it fit, the fastest first."""
-    found: dict[str, Suggestion] = {}
-    for chosen in itertools.combinations([list(axis) for axis in _axes(plan, gpu)], number):
-        batch = [axis for axis in chosen if axis[0].startswith("batch")]
-        sizes = batch[0] if batch else [""]
-        for names in itertools.product(*([""] if axis in batch else axis for axis in chosen)):
+    found: list[Suggestion] = []
+    for chosen in itertools.combinations(_axes(plan, gpu), number):
+        sizes = next((axis for axis in chosen if _ROWS in axis[0]), [""])
+        for names in itertools.product(*([""] if axis is sizes else axis for axis in chosen)):
             if kind != _kind(names):
                 continue
 
-            def attempt(size: str, names: tuple[str, ...] = names) -> tuple[str, Plan]:
-                changed, words = plan, []
-                for name in names:
-                    text, changed = _change(changed, name or size)
-                    words.append(text)
-                return " ".join(words), keep_to_budget(changed)
+            def attempt(size: str, names: tuple[str, ...] = names) -> tuple[str, Plan | None]:
+                settings = " ".join(name or size for name in names)
+                return settings, replan(settings, plan)
 
             # The largest micro-batch that fits; each takes a recorded step.
             at = bisect.bisect_left(sizes, True, key=lambda size: _fits(attempt(size)[1], gpu))
-            if at < len(sizes):
-                settings, changed = attempt(sizes[at])
-                found[settings] = _suggestion(
-                    settings, changed, plan, gpu, changes_result=kind != "same"
+            settings, changed = attempt(sizes[at]) if at < len(sizes) else ("", None)
+            if changed is not None:
+                found.append(
+                    Suggestion(
+                        settings=settings,
+                        peak_gib=peak(changed).gib,
+                        time=_per_token(changed, gpu) / _per_token(plan, gpu),
+                        changes_result=kind != "same",
+                        host_gib=host_gib(changed),
+                    )
                 )
-    return sorted(found.values(), key=lambda each: each.time)
+    return sorted(found, key=lambda each: each.time)
 
 
-def _fits(plan: Plan, gpu: Gpu) -> bool:
-    return peak(plan).needed_gib <= gpu.memory_gib
+def _fits(plan: Plan | None, gpu: Gpu) -> bool:
+    return plan is not None and peak(plan).needed_gib <= gpu.memory_gib
 
 
 def _kind(names: tuple[str, ...]) -> str:
     """What is trained with some changes: one of `SHOWN`."""
-    if _ADAPTERS.intersection(names):
+    if {*_ADAPTERS}.intersection(names):
         return "adapters"
-    return "rounded" if _ROUNDED.intersection(names) else "same"
+    return "rounded" if {*_BASES, _OPTIM, *_BARE}.intersection(names) else "same"
 
 
-LOSS_TILE, BLOCK_TILE = 4096, 8192
-"""Tokens of a tile of the loss and of a feed-forward block: hardly slower, and small."""
-
-_ROUNDED = frozenset({"nf4", "fp8", "optim", "bare", "backward"})
-_ADAPTERS = frozenset({"lora", "qlora"})
-
-
-def _with_optimizer(plan: Plan, name: str) -> Plan:
-    row = OPTIMIZERS[name]
-    part = ranks_of(plan)[0].shape if plan.tensor > 1 else plan.shape
-    return replace(
-        plan,
-        optimizer=optimizer_bytes(row, part, full=True),
-        one_pass=row.one_pass,
-        paged=row.paged,
-        slower=row.slower,
-        flat=False,
-        stepping=(row.step_bytes, row.step_largest_bytes),
-    )
-
-
-def _without_masters(plan: Plan, name: str, *, in_backward: bool) -> Plan:
-    return _with_optimizer(replace(plan, keeps_masters=False, in_backward=in_backward), name)
-
-
-def _with_adapters(plan: Plan, base: str) -> Plan:
-    adapters = Adapters(offload=plan.shape.hidden >= MIN_OFFLOAD_WIDTH)
-    return replace(plan, adapters=adapters, fp8=None, base=base)
-
-
-def _recomputing(plan: Plan, **changes: Any) -> Plan:
-    return replace(plan, budget_gib=None, recompute_first=0, **changes)
-
-
-def _offloading(plan: Plan) -> Plan:
-    assert plan.adapters is not None
-    return replace(plan, adapters=replace(plan.adapters, offload=True))
-
-
-CHANGES: Mapping[str, tuple[str, Callable[[Plan], Plan]]] = {
-    "selective": ("recompute=selective", lambda p: _recomputing(p, recompute=1, selective=True)),
-    "every other": ("recompute.every=2", lambda p: _recomputing(p, recompute=2)),
-    "all": ("recompute=full", lambda p: _recomputing(p, recompute=1)),
-    "offloaded": (
-        "recompute.every=1 recompute.offload=true",
-        lambda p: _recomputing(p, recompute=1, offload=True),
-    ),
-    "offload": ("lora.offload_activations=true", _offloading),
-    "nf4": ("lora.quantize=nf4", lambda p: replace(p, base="nf4", fp8=None)),
-    "fp8": ("lora.quantize=fp8", lambda p: within_budget(replace(p, base="fp8"), Fp8Options())),
-    "lora": ("lora.r=16", lambda p: _with_adapters(p, p.base)),
-    "qlora": ("lora.r=16 lora.quantize=nf4", lambda p: _with_adapters(p, "nf4")),
-    "kernels": ("kernels=true", lambda p: replace(p, ops=ALL_OPS)),
-    "tiles": (
-        f"model.loss_chunk_tokens={LOSS_TILE} model.mlp_chunk_tokens={BLOCK_TILE}",
-        lambda p: replace(p, chunk_tokens=LOSS_TILE, tile_tokens=BLOCK_TILE),
-    ),
-    "zero1": ("parallel.shard=zero1", lambda p: replace(p, stage=1)),
-    "zero2": ("parallel.shard=zero2", lambda p: replace(p, stage=2)),
-    "zero3": ("parallel.shard=zero3", lambda p: replace(p, stage=3)),
-    "zero3_offload": (
-        "parallel.shard=zero3_offload",
-        lambda p: replace(p, stage=3, offloads_optimizer=True, offloads_weights=True),
-    ),
-    "optim": ("training.optim=adamw_8bit", lambda p: _with_optimizer(p, "adamw_8bit")),
-    "bare": (
-        "training.optim=adamw_8bit model.master_weights=false",
-        lambda p: _without_masters(p, "adamw_8bit", in_backward=False),
-    ),
-    "backward": (
-        "training.optim=paged_adamw_8bit model.master_weights=false optim_in_backward=true "
-        "training.max_grad_norm=0",
-        lambda p: _without_masters(p, "paged_adamw_8bit", in_backward=True),
-    ),
-}
-"""What can be changed: as it is written, and of a plan. With adapters a recomputed layer's inputs
-are offloaded anyhow, where it pays."""
+_BLOCK_TILE = 8192
+"""Tokens of a tile of a feed-forward block: hardly slower, and small."""
+_TILES = f"model.loss_chunk_tokens=4096 model.mlp_chunk_tokens={_BLOCK_TILE}"
+_OFFLOADED = "recompute.every=1 recompute.offload=true"
+_RECOMPUTED = ["recompute=selective", "recompute.every=2", "recompute=full"]
+_ADAPTERS = ["lora.r=16", "lora.r=16 lora.quantize=nf4"]
+_BASES = ["lora.quantize=fp8", "lora.quantize=nf4"]
+_OPTIM = "training.optim=adamw_8bit"
+_BARE = [
+    "training.optim=adamw_8bit model.master_weights=false",
+    "training.optim=paged_adamw_8bit model.master_weights=false optim_in_backward=true "
+    "training.max_grad_norm=0",
+]
+_ROWS = "per_device_train_batch_size"
 
 
 def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
-    """Settings that exclude each other, axis by axis."""
+    """Settings that exclude each other, axis by axis.
+
+    With adapters a recomputed layer's inputs are offloaded anyhow, where it pays.
+    """
     if not plan.ops:
-        yield ["kernels"]
+        yield ["kernels=true"]
     if plan.batch_size > 1:
-        yield [f"batch {size}" for size in _smaller(plan)]
+        rows = plan.batch_size * plan.accumulation
+        yield [
+            f"training.{_ROWS}={size} training.gradient_accumulation_steps={rows // size}"
+            for size in _smaller(plan)
+        ]
     if not plan.recomputed_share:
-        yield ["selective", "every other", "all", *(["offloaded"] if plan.adapters is None else [])]
+        yield [*_RECOMPUTED, *([_OFFLOADED] if plan.adapters is None else [])]
     elif not plan.offloads_inputs and not plan.selective:
-        yield ["offloaded" if plan.adapters is None else "offload"]
-    if plan.tokens > BLOCK_TILE and not plan.is_tiled:
-        yield ["tiles"]
+        yield [_OFFLOADED if plan.adapters is None else "lora.offload_activations=true"]
+    if plan.tokens > _BLOCK_TILE and not plan.is_tiled:
+        yield [_TILES]
     stages = [f"zero{n}" for n in (1, 2, 3) if n > plan.stage and plan.gpus > 1]
     if not plan.offloads_weights and not plan.fsdp and plan.base in ("bfloat16", "float32"):
         stages.append("zero3_offload")
     if stages:
-        yield stages
-    base = []
+        yield [f"parallel.shard={stage}" for stage in stages]
     if plan.adapters is None:
-        base += ["lora", "qlora"]
-    elif plan.base == "bfloat16":
-        base += ["fp8", "nf4"] if gpu.fp8 else ["nf4"]
-    if base:
-        yield base
-    if plan.adapters is None:
+        yield _ADAPTERS
         rounds = plan.keeps_masters and plan.base == "bfloat16" and not plan.stage
-        large = ["optim"] if (plan.optimizer or 0.0) > 4 else []
-        yield [*large, "bare", "backward"] if rounds else large
+        large = [_OPTIM] if (plan.optimizer or 0.0) > 4 else []
+        if large or rounds:
+            yield [*large, *(_BARE if rounds else [])]
+    elif plan.base == "bfloat16":
+        yield _BASES if gpu.fp8 else _BASES[1:]
 
 
 def _smaller(plan: Plan) -> Iterator[int]:
@@ -261,19 +166,6 @@ def _smaller(plan: Plan) -> Iterator[int]:
         if divisor < last:
             yield divisor
         last, size = divisor, size // 2
-
-
-def _change(plan: Plan, name: str) -> tuple[str, Plan]:
-    """A change of a plan: as it is written, and what it makes of it."""
-    if not name.startswith("batch"):
-        text, change = CHANGES[name]
-        return text, change(plan)
-    size = int(name.split()[1])
-    steps = plan.accumulation * plan.batch_size // size
-    text = (
-        f"training.per_device_train_batch_size={size} training.gradient_accumulation_steps={steps}"
-    )
-    return text, replace(plan, batch_size=size, accumulation=steps)
 
 
 def host_gib(plan: Plan) -> float:
@@ -407,7 +299,7 @@ def estimate(
         basis=basis,
         total_tokens=None if tokens is None else tokens[0],
         counted="nothing to count" if tokens is None else tokens[1],
-        suggestions=[] if fits else suggest(plan, gpu, replan),
+        suggestions=[] if fits or replan is None else suggest(plan, gpu, replan),
         notes=notes or [],
         replan=replan,
     )
