@@ -17,7 +17,7 @@ from trainkit.estimate.peak import Peak, optimizer_bytes, peak, peak_of_rank, ra
 from trainkit.estimate.plan import ALL_OPS, Plan, within_budget
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
-from trainkit.options import Fp8Options
+from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import ALL
 from trainkit.options.optimizers import optimizer_row
 from trainkit.recipe import load_recipe
@@ -81,7 +81,9 @@ def plan_of(point: Point) -> Plan:
         point.length,
         accumulation=point.accumulation,
         base={"qlora": "nf4", "fp8": "fp8"}.get(point.mode, "bfloat16"),
-        adapters=None if is_full else Adapters(rank=point.lora_rank, offload=point.offload),
+        adapters=None
+        if is_full
+        else Adapters.of(LoraOptions(r=point.lora_rank), offload=point.offload),
         fp8=1.0 if point.mode in ("full_fp8", "fp8") else None,
         recompute=point.recompute,
         selective=point.selective,
@@ -202,7 +204,7 @@ def _fp8(row: Row) -> tuple[Plan | str, bool]:
     plan = Plan(find_shape(model), sizes[model], 2048, **BARE)
     if kind != "full":
         is_checkpointed = kind.endswith("checkpointed")
-        adapters = Adapters(offload=is_checkpointed)
+        adapters = Adapters.of(offload=is_checkpointed)
         base = "bfloat16" if policy == "bf16" else "fp8"
         plan = replace(plan, adapters=adapters, recompute=int(is_checkpointed), base=base)
         plan = replace(plan, optimizer=8.0)
@@ -229,7 +231,7 @@ def _lora(row: Row) -> tuple[Plan | str, bool]:
         find_shape(model),
         row["batch_size"],
         row["length"],
-        adapters=Adapters(rank=row["lora_rank"], offload=offload),
+        adapters=Adapters.of(LoraOptions(r=row["lora_rank"]), offload=offload),
         base="nf4" if mode.startswith("qlora") else "fp8" if "fp8" in mode else "bfloat16",
         fp8=1.0 if "fp8" in mode else None,
         recompute=int(mode.endswith("checkpointed")),
@@ -274,7 +276,7 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
         batch,
         2048,
         accumulation=total_rows // (data_ranks * batch),
-        adapters=Adapters(rank=16) if "LoRA" in case else None,
+        adapters=Adapters.of(LoraOptions(r=16)) if "LoRA" in case else None,
         base="fp8" if over_fp8 else "bfloat16",
         fp8=0.74 if over_fp8 else None,  # 4.49 GiB of the base's 6.52 billion numbers
         recompute=int(provider.endswith("checkpointed")),
@@ -322,7 +324,7 @@ def _longest(row: Row) -> tuple[Plan | str, bool]:
         1,
         row["longest"],
         base="nf4" if mode.startswith("qlora") else "bfloat16",
-        adapters=Adapters(offload=True),
+        adapters=Adapters.of(offload=True),
         recompute=1,
         offload=True,
         chunk_tokens=row["loss_chunk"],
@@ -350,7 +352,7 @@ def _ladder(row: Row) -> tuple[Plan | str, bool]:
         row["batch_size"],
         row["length"],
         base="nf4",
-        adapters=Adapters(),
+        adapters=Adapters.of(),
         recompute=1,
         trainer=False,
         upcast=row["row"] == 1,

@@ -19,6 +19,7 @@ from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import NAMED, find_shape, from_config, plain_name
 from trainkit.models import recompute
 from trainkit.models.frozen import outside_text
+from trainkit.options import LoraOptions
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.recipe.write import shipped_recipes
@@ -215,17 +216,17 @@ _LLAMA = find_shape("llama-3.1-8b")
         ),
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 8, "stage": 2}),
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 4, "stage": 3, "fsdp": True}),
-        ({"adapters": Adapters()}, {}),
-        ({"adapters": Adapters(), "base": "fp8", "fp8": 1.0}, {"adapters": Adapters()}),
+        ({"adapters": Adapters.of()}, {}),
+        ({"adapters": Adapters.of(), "base": "fp8", "fp8": 1.0}, {"adapters": Adapters.of()}),
         (
-            {"adapters": Adapters(), "base": "nf4"},
-            {"adapters": Adapters(), "base": "fp8", "fp8": 1.0},
+            {"adapters": Adapters.of(), "base": "nf4"},
+            {"adapters": Adapters.of(), "base": "fp8", "fp8": 1.0},
         ),
         (
-            {"adapters": Adapters(offload=True), "recompute": 1},
-            {"adapters": Adapters(), "recompute": 1},
+            {"adapters": Adapters.of(offload=True), "recompute": 1},
+            {"adapters": Adapters.of(), "recompute": 1},
         ),
-        ({"adapters": Adapters()}, {"adapters": Adapters(dropout=0.1)}),
+        ({"adapters": Adapters.of()}, {"adapters": Adapters.of(LoraOptions(dropout=0.1))}),
         ({}, {"ops": frozenset()}),
         ({"optimizer": 2.03}, {}),
         ({"fp8": 0.5}, {"fp8": 1.0}),

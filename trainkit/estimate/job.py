@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trainkit.options import LoraOptions
 
@@ -140,50 +141,38 @@ def stored_as(quantization: Any) -> str | None:
     return str(quantization.get("quant_method", "unknown"))
 
 
+_DECIDE = {
+    *("r", "target_modules", "exclude_modules", "target_parameters", "experts", "experts_r"),
+    *("modules_to_save", "dropout", "use_dora", "adapter_dtype"),
+}
+"""Keys of ``lora`` by which memory and time differ."""
+
+
 @dataclass(frozen=True)
 class Adapters:
     """LoRA, as far as memory depends on it.
 
     Attributes:
-        targets: names of the adapted linear layers, or peft's pattern for them.
-        excluded: of these, that are not.
-        experts_rank: of theirs, where it is another.
-        element: bytes of an adapter's number.
-        dropout: above 0 the fused backward is off, and masks are kept.
+        lora: the recipe's section as JSON, so that it can be a key.
         offload: checkpointed activations wait in host memory.
-        saved: ``modules_to_save``.
     """
 
-    rank: int = 16
-    targets: str | tuple[str, ...] = "all-linear"
-    excluded: str | tuple[str, ...] | None = None
-    parameters: tuple[str, ...] = ()
-    experts: Literal["auto", True, False] = "auto"
-    experts_rank: int | None = None
-    element: int = 4
-    dropout: float = 0.0
-    dora: bool = False
+    lora: str
     offload: bool = False
-    saved: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: LoraOptions | None = None, *, offload: bool = False) -> Adapters:
+        options = options or LoraOptions()
+        return cls(options.model_dump_json(include=_DECIDE), offload)
+
+    @functools.cached_property
+    def options(self) -> LoraOptions:
+        return LoraOptions.model_validate_json(self.lora)
 
     @property
-    def options(self) -> LoraOptions:
-        """As a recipe has them."""
-        listed = {
-            key: value if value is None or isinstance(value, str) else list(value)
-            for key, value in (("target_modules", self.targets), ("exclude_modules", self.excluded))
-        }
-        return LoraOptions(
-            r=self.rank,
-            **listed,
-            target_parameters=list(self.parameters),
-            experts=self.experts,
-            experts_r=self.experts_rank,
-            modules_to_save=list(self.saved),
-            dropout=self.dropout,
-            use_dora=self.dora,
-            adapter_dtype="float32" if self.element == 4 else "bfloat16",
-        )
+    def element(self) -> int:
+        """Bytes of an adapter's number."""
+        return 4 if self.options.adapter_dtype == "float32" else 2
 
 
 @dataclass(frozen=True)

@@ -261,36 +261,13 @@ grows with the product of its sizes, what quantising takes with their sum. 896 x
 only, 896 x 4864 both ways, and 576 x 1536 nothing."""
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What of a model's linear layers runs in fp8.
-
-    Attributes:
-        forward: of their numbers, whose forward products do, and which a frozen base has in fp8.
-        backward: whose backward products do.
-        in_16_bits: roles that take no part: skipped, too narrow, or no faster.
-    """
-
-    forward: float
-    backward: float
-    in_16_bits: frozenset[str] = frozenset()
-
-
 def within_budget(plan: Plan, options: Fp8Options) -> Plan:
-    """A plan with the products in fp8 that a run of these options is expected to choose."""
-    found = shares_of(options, plan.shape)
-    return replace(
-        plan,
-        fp8=found.forward,
-        fp8_backward=found.backward,
-        fp8_head=options.head == "fp8" and options.loss_budget != 0,
-        in_16_bits=found.in_16_bits,
-    )
+    """A plan with the products in fp8 that a run of these options is expected to choose.
 
-
-def shares_of(options: Fp8Options, shape: ModelShape) -> Shares:
-    """The shares that a run of these options is expected to choose."""
-    total = shape.matrix_numbers
+    Roles that are skipped, too narrow or no faster keep 16 bits.
+    """
+    shape = plan.shape
+    total = max(shape.matrix_numbers, 1)
     forward = backward = 0.0
     out: set[str] = set()
     for number, kind in enumerate(shape.kinds):
@@ -305,9 +282,13 @@ def shares_of(options: Fp8Options, shape: ModelShape) -> Shares:
                 continue
             backward += taken * each.numbers * (gain >= GAINS_BACKWARD)
             forward += taken * each.numbers * _taken(each.role, options.loss_budget)
-    if not total:
-        return Shares(0.0, 0.0, frozenset(out))
-    return Shares(forward / total, backward / total, frozenset(out))
+    return replace(
+        plan,
+        fp8=forward / total,
+        fp8_backward=backward / total,
+        fp8_head=options.head == "fp8" and options.loss_budget != 0,
+        in_16_bits=frozenset(out),
+    )
 
 
 def _together(each: Matrices, others: Sequence[Matrices]) -> float:

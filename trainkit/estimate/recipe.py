@@ -204,23 +204,10 @@ def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Ada
     offload, saved = lora.offload_activations, list(lora.modules_to_save)
     if adds_tokens:  # both ends of the vocabulary train whole
         saved += [end for end in shape.ends if end not in saved]
-    return Adapters(
-        rank=lora.r,
-        targets=_fixed(lora.target_modules),
-        excluded=_fixed(lora.exclude_modules),
-        parameters=tuple(lora.target_parameters),
-        experts=lora.experts,
-        experts_rank=lora.experts_r,
-        element=4 if lora.adapter_dtype == "float32" else 2,
-        dropout=lora.dropout,
-        dora=lora.use_dora,
+    return Adapters.of(
+        lora.replace(modules_to_save=saved),
         offload=shape.hidden >= MIN_OFFLOAD_WIDTH if offload == "auto" else offload,
-        saved=tuple(saved),
     )
-
-
-def _fixed(names: Any) -> Any:
-    return names if names is None or isinstance(names, str) else tuple(names)
 
 
 def _in_fp8(plan: Plan, recipe: Recipe) -> Plan:

@@ -21,88 +21,6 @@ SUM = 10
 """Bytes a number that summing gradients takes: bf16 is read, fp32 read and written."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one micro-batch and one optimizer step ask of a GPU.
-
-    Attributes:
-        matrix: FLOPs of bf16 matrix products.
-        matrix_fp8: FLOPs of fp8 ones.
-        passes: bytes of element-wise passes over activations.
-        logits: bytes of passes over fp32 logits; none with the fused loss.
-        adapters: bytes that low-rank products read and write.
-        unpacking: bytes of 4-bit weights unpacked.
-        sums: bytes of adding a micro-batch's gradients to those before it.
-        optimizer: bytes of clipping and the optimizer, once a step.
-        traffic: bytes to other ranks, once a step, and to the host.
-        exchanged: bytes to other ranks in the layers, for which they wait.
-        layers: layers that the host launches.
-    """
-
-    matrix: float
-    matrix_fp8: float
-    attention: float
-    passes: float
-    logits: float
-    adapters: float
-    unpacking: float
-    sums: float
-    optimizer: float
-    traffic: float
-    exchanged: float
-    layers: float
-
-
-def work(plan: Plan) -> Work:
-    shape, recorded, tokens = plan.shape, plan.recorded, plan.tokens
-    share = plan.recomputed_share
-    forward = plan.over_layers(lambda layer: layer.matrix[0])
-    backward = plan.over_layers(lambda layer: layer.matrix[1])
-    again = 0.0 if plan.selective else share * forward
-    if again and plan.fuses("lora_mlp") and plan.adapters is not None:
-        again -= share * 2 * tokens * shape.numbers_of(("down_proj",))  # not computed again
-    products = forward + again + backward
-    head = recorded.matrix * shape.has_head
-    in_fp8, head_in_fp8 = 0.0, recorded.fp8 * shape.has_head
-    if plan.fp8 is not None:
-        in_fp8 = plan.fp8 * (forward + again) + plan.fp8_backward * backward
-    attention = plan.over_layers(lambda layer: sum(layer.attention)) * plan.sequence
-    if not plan.selective:
-        attention += share * plan.over_layers(lambda layer: layer.attention[0]) * plan.sequence
-    adapters = 0.0
-    if plan.adapters is not None:
-        rank, numbers = plan.adapters.rank, shape.matrix_numbers
-        widths = plan.over_layers(lambda layer: layer.trained) / rank
-        active = min(forward / (2 * tokens * numbers), 1.0) if numbers else 0.0  # of experts
-        adapters = plan.element * tokens * widths * active * (1 + share / 3)
-    unpacked = 0.0
-    if plan.base == "nf4":
-        linears = shape.total(lambda kind: sum(m.numbers for m in kind.matrices if not m.in_stack))
-        unpacked = linears * 2.5 * (2 + share)
-    trained = plan.trained
-    ranks = plan.gpus if plan.stage else 1
-    optimizer = 0.0 if plan.optimizer is None else (26 + plan.optimizer) * trained / ranks
-    if not plan.keeps_masters and not plan.one_pass:
-        optimizer += ROUNDING * trained
-    launched = plan.over_layers(lambda layer: max(layer.operations / OPERATIONS, 1.0))
-    return Work(
-        matrix=head - head_in_fp8 + products - in_fp8,
-        matrix_fp8=in_fp8 + head_in_fp8,
-        attention=attention,
-        passes=plan.over_layers(lambda layer: layer.kept) * (1 + share / 3),
-        logits=0.0
-        if plan.fuses("linear_cross_entropy")
-        else 4.0 * tokens * shape.vocab * shape.has_head,
-        adapters=adapters,
-        unpacking=unpacked,
-        sums=SUM * trained / (plan.gpus if plan.stage > 1 else 1),
-        optimizer=optimizer,
-        traffic=_traffic(plan),
-        exchanged=_exchanged(plan),
-        layers=launched * (1 + share * AGAIN[bool(plan.ops)]),
-    )
-
-
 OPERATIONS = 1000
 """Of the dispatcher, of a layer that `HOST_LAYER` was measured on, at most; more take longer."""
 
@@ -215,28 +133,53 @@ def _turns(plan: Plan) -> float:
 
 
 def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of a micro-batch on the GPU, and of the host that launches it."""
-    each, rates = work(plan), FUSED if plan.fuses("rms_norm") or plan.fuses("layer_norm") else PLAIN
+    """Seconds of a micro-batch on the GPU, and of the host that launches it.
+
+    On the GPU: matrix products in 16 bits and in fp8, attention, element-wise passes over
+    activations, passes over fp32 logits (none with the fused loss), low-rank products, 4-bit
+    weights unpacked, and what layers wait for from other ranks.
+    """
+    shape, recorded, tokens = plan.shape, plan.recorded, plan.tokens
+    rates = FUSED if plan.fuses("rms_norm") or plan.fuses("layer_norm") else PLAIN
     flops, moved = gpu.teraflops * 1e12, gpu.bandwidth * 1e9
-    fp8 = 2 * flops if gpu.fp8 else flops
-    micro_batch = (
-        rates.matrix * each.matrix / flops
-        + rates.fp8 * each.matrix_fp8 / fp8
-        + rates.attention * each.attention / flops
-        + rates.passes * each.passes / moved
-        + rates.logits * each.logits / moved
-        + rates.adapters * each.adapters / moved
-        + rates.unpacking * each.unpacking / moved
-        + each.exchanged / (LINK * gpu.link * 1e9)
-    )
-    return micro_batch, HOST_LAYER[_launched(plan)] * each.layers
+    share = plan.recomputed_share
+    forward = plan.over_layers(lambda layer: layer.matrix[0])
+    backward = plan.over_layers(lambda layer: layer.matrix[1])
+    again = 0.0 if plan.selective else share * forward
+    if again and plan.fuses("lora_mlp") and plan.adapters is not None:
+        again -= share * 2 * tokens * shape.numbers_of(("down_proj",))  # not computed again
+    in_fp8 = recorded.fp8 * shape.has_head
+    if plan.fp8 is not None:
+        in_fp8 += plan.fp8 * (forward + again) + plan.fp8_backward * backward
+    products = recorded.matrix * shape.has_head + forward + again + backward - in_fp8
+    attention = plan.over_layers(lambda layer: sum(layer.attention)) * plan.sequence
+    if not plan.selective:
+        attention += share * plan.over_layers(lambda layer: layer.attention[0]) * plan.sequence
+    passes = plan.over_layers(lambda layer: layer.kept) * (1 + share / 3)
+    total = (rates.matrix * products + rates.attention * attention) / flops
+    total += rates.fp8 * in_fp8 / (2 * flops if gpu.fp8 else flops)
+    total += rates.passes * passes / moved
+    if not plan.fuses("linear_cross_entropy"):
+        total += rates.logits * 4.0 * tokens * shape.vocab * shape.has_head / moved
+    if plan.adapters is not None:
+        widths = plan.over_layers(lambda layer: layer.trained) / plan.adapters.options.r
+        numbers = shape.matrix_numbers
+        active = min(forward / (2 * tokens * numbers), 1.0) if numbers else 0.0  # of experts
+        low_rank = plan.element * tokens * widths * active * (1 + share / 3)
+        total += rates.adapters * low_rank / moved
+    if plan.base == "nf4":
+        linears = shape.total(lambda kind: sum(m.numbers for m in kind.matrices if not m.in_stack))
+        total += rates.unpacking * linears * 2.5 * (2 + share) / moved
+    total += _exchanged(plan) / (LINK * gpu.link * 1e9)
+    launched = plan.over_layers(lambda layer: max(layer.operations / OPERATIONS, 1.0))
+    return total, HOST_LAYER[_launched(plan)] * launched * (1 + share * AGAIN[bool(plan.ops)])
 
 
 def _launched(plan: Plan) -> str:
     """The row of `HOST_LAYER`."""
     if plan.adapters is None:
         return "full" if plan.fp8 is None else "full, fp8"
-    if plan.fuses("lora_linear") and not plan.adapters.dropout:
+    if plan.fuses("lora_linear") and not plan.adapters.options.dropout:
         return {"nf4": "nf4", "fp8": "fp8"}.get(plan.base, "lora")
     return "peft, nf4" if plan.base == "nf4" else "peft"
 
@@ -259,13 +202,19 @@ def _micro_batch(plan: Plan, gpu: Gpu) -> float:
 
 
 def _summing(plan: Plan, gpu: Gpu) -> float:
-    return FUSED.sums * work(plan).sums / (gpu.bandwidth * 1e9)
+    """Of adding a micro-batch's gradients to those before it."""
+    summed = SUM * plan.trained / (plan.gpus if plan.stage > 1 else 1)
+    return FUSED.sums * summed / (gpu.bandwidth * 1e9)
 
 
 def _update(plan: Plan, gpu: Gpu) -> float:
     """Seconds of what comes once a step: gradients to other ranks, clipping, the optimizer."""
-    each, (micro_batch, host) = work(plan), _computing(plan, gpu)
-    update = FUSED.optimizer * each.optimizer / (gpu.bandwidth * 1e9)
+    micro_batch, host = _computing(plan, gpu)
+    ranks, kept = plan.gpus if plan.stage else 1, plan.optimizer
+    passed = 0.0 if kept is None else (26 + kept) * plan.trained / ranks
+    if not plan.keeps_masters and not plan.one_pass:
+        passed += ROUNDING * plan.trained
+    update = FUSED.optimizer * passed / (gpu.bandwidth * 1e9)
     own = plan.one_pass and not plan.keeps_masters
     if own:
         update += (ONE_PASS if plan.in_backward else 0.0) * _weights(plan)
@@ -275,7 +224,7 @@ def _update(plan: Plan, gpu: Gpu) -> float:
         update += per_number * plan.trained * GPUS[ANCHOR].bandwidth / gpu.bandwidth
         update += FUSED.matrix * per_width * _numbers_by_width(plan) / (gpu.teraflops * 1e12)
     total = max(update, HOST_STEP) if micro_batch < host else update
-    total += 0.5 * each.traffic / (LINK * gpu.link * 1e9)
+    total += 0.5 * _traffic(plan) / (LINK * gpu.link * 1e9)
     if plan.offloads_optimizer:
         total += plan.trained / plan.gpus * (1 / HOST_ADAM + 6 / HOST_BYTES)
     return total
@@ -289,7 +238,7 @@ def _weights(plan: Plan) -> int:
 def _numbers_by_width(plan: Plan) -> float:
     """Numbers of the layers' trained matrices, each times the narrower side of its matrix."""
     if plan.adapters is not None:
-        return plan.adapters.rank * plan.trained
+        return plan.adapters.options.r * plan.trained
     return float(
         plan.shape.total(
             lambda kind: sum(m.numbers * min(m.inputs, m.outputs) for m in kind.matrices)

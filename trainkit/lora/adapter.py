@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
-from trainkit.lora.initial import changes_base, start_from_base
+from trainkit.lora.initial import start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check
 from trainkit.models.packed_experts import read_where_they_run, with_shapes
 from trainkit.models.scalar_head import has_scalar_head
@@ -56,7 +56,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
         "target_modules": modules if isinstance(modules, str) else list(modules),
         "target_parameters": list(targets.parameters) or None,
         # What takes the base apart is done after the adapters have their dtype.
-        "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
+        "init_lora_weights": options.changes_base or options.init_lora_weights,
     }
     if options.experts_r is not None:  # by peft's patterns of the ends of names
         given["rank_pattern"] = {re.escape(name): options.experts_r for name in targets.experts}
@@ -110,7 +110,7 @@ def attach(
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(model.dtype)
-    if changes_base(options.init_lora_weights):
+    if options.changes_base:
         start_from_base(
             wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
         )

@@ -36,11 +36,6 @@ Factors = tuple[Tensor, Tensor]
 """A (r, in_features) and B (out_features, r)."""
 
 
-def changes_base(init: bool | str) -> bool:
-    """Whether an initialisation moves a part of the base into the adapter."""
-    return isinstance(init, str) and init.startswith(("pissa", "olora"))
-
-
 def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -> None:
     """Take the adapters' first factors from the base, and take them out of the base.
 
