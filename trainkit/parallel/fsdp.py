@@ -42,16 +42,67 @@ STAYS_WHOLE = 1 / 8
 of three transfers; larger ones are gathered again."""
 
 
-class Fsdp2(Engine):
-    """Weights, gradients and optimizer states in parts."""
+class InParts(Engine):
+    """Weights that are saved as parts, and taken up by any number of ranks."""
 
-    keeps_masters = True
     holds_whole_model = False
     shards_optimizer = True
     reshards = True
 
     def __init__(self) -> None:
         self._saved_dtypes: dict[str, torch.dtype] = {}
+
+    def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """What the model was loaded in, and is saved in."""
+        return self._saved_dtypes.get(name, parameter.dtype)
+
+    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
+        """Twice: as it is loaded, and as it trains."""
+        return self.saved_dtype(name, parameter).itemsize + parameter.element_size()
+
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """None: all is written at once."""
+        return []
+
+    def _parts(self, *, of_optimizer: bool = True) -> dict[str, torch.Tensor]:
+        """What this rank trains, by name: with the optimizer, its masters."""
+        return dict(_trained(self.model))
+
+    def _round(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the model what was loaded, where it is not its own already."""
+
+    def save_state(self, save: Saving) -> None:
+        """Each rank's part of trained weights and optimizer state."""
+        state = optimizer_state(self.model, self.optimizer)
+        save_parts({"model": self._parts(), KEY: state}, save.directory)
+
+    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
+        """With the state."""
+
+    def load_state(self, folder: Path, step: int) -> None:
+        """Take both up again; any number of ranks may have written them."""
+        saved = empty_state(self.model, self.optimizer, folder, step)
+        weights = self._parts()
+        load_parts({"model": weights, KEY: saved}, folder)
+        self._round(weights)
+        with taking_up(folder):
+            take_up(self.model, self.optimizer, saved, folder, step)
+
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """The trained weights alone."""
+        weights = self._parts(of_optimizer=False)
+        load_parts({"model": weights}, folder)
+        self._round(weights)
+
+    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
+        del model
+        return reload()
+
+
+class Fsdp2(InParts):
+    """Weights, gradients and optimizer states in parts."""
+
+    keeps_masters = True
 
     def prepare(self, process: ProcessRank, *, on_cpu: bool) -> None:
         """A single process without torchrun gets a process group of its own."""
@@ -90,14 +141,6 @@ class Fsdp2(Engine):
         self._cast()
         return self._compiled()
 
-    def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """What the model was loaded in, and is saved in."""
-        return self._saved_dtypes.get(name, parameter.dtype)
-
-    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
-        """Twice: as it is loaded, and as it trains."""
-        return self.saved_dtype(name, parameter).itemsize + parameter.element_size()
-
     def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
         """Gathered; written at once."""
         is_adapter, keep = isinstance(self.model, PeftModel), bool(self.args.should_save)
@@ -119,7 +162,7 @@ class Fsdp2(Engine):
         names: dict[nn.Parameter, str] = {}
         for name, each in parameters.items():
             names.setdefault(each, name)
-        ends = {id(each) for each in _end_parameters(model)} if adapters_only else set()
+        ends = {id(each) for end in _ends(model) for each in end.parameters()}
         whole: dict[str, torch.Tensor] = {}
         for name, value in model.state_dict().items():
             parameter = parameters.get(name)
@@ -136,33 +179,6 @@ class Fsdp2(Engine):
             gathered = gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
             whole[name] = gathered.cpu() if keep else gathered.new_empty(0)
         return whole
-
-    def save_state(self, save: Saving) -> None:
-        """Each rank's part of trained weights and optimizer state."""
-        state = optimizer_state(self.model, self.optimizer)
-        save_parts({"model": dict(_trained(self.model)), KEY: state}, save.directory)
-
-    def copied_by_a_save(self) -> list[torch.Tensor]:
-        """None: all is written at once."""
-        return []
-
-    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
-        """With the state."""
-
-    def load_state(self, folder: Path, step: int) -> None:
-        """Take both up again; any number of ranks may have written them."""
-        saved = empty_state(self.model, self.optimizer, folder, step)
-        load_parts({"model": dict(_trained(self.model)), KEY: saved}, folder)
-        with taking_up(folder):
-            take_up(self.model, self.optimizer, saved, folder, step)
-
-    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        """The trained weights alone."""
-        load_parts({"model": dict(_trained(self.model))}, folder)
-
-    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        del model
-        return reload()
 
 
 def save_config(engine: Engine, model: Any, folder: Path) -> None:
@@ -199,7 +215,9 @@ def kept_whole(model: nn.Module, half: torch.dtype | None) -> set[nn.Parameter]:
     others = {
         name: p
         for name, p in model.named_parameters()
-        if half is not None and p.dtype != half and not (p.requires_grad and _is_adapter(model))
+        if half is not None
+        and p.dtype != half
+        and not (p.requires_grad and hasattr(model, "peft_config"))
     }
     trained = [name for name, p in others.items() if p.requires_grad]
     if trained:
@@ -210,10 +228,6 @@ def kept_whole(model: nn.Module, half: torch.dtype | None) -> set[nn.Parameter]:
             fix="set parallel: {shard: zero3}, or model.dtype: float32",
         )
     return set(others.values())
-
-
-def _is_adapter(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def units_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -232,11 +246,6 @@ def _ends(model: nn.Module) -> list[nn.Module]:
         if isinstance(end, nn.Module):
             found.append(end)
     return found
-
-
-def _end_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for end in _ends(model):
-        yield from end.parameters()
 
 
 def shard(
@@ -324,13 +333,9 @@ def require_sharded(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 def gathers_again(model: nn.Module, device: torch.device) -> bool:
     """Whether a model is too large to stay gathered until the backward pass."""
     num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    return num_bytes > STAYS_WHOLE * _memory(device)
-
-
-def _memory(device: torch.device) -> float:
-    if device.type != "cuda":
-        return 0.0
-    return float(torch.cuda.get_device_properties(device).total_memory)
+    is_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0.0
+    return bool(num_bytes > STAYS_WHOLE * memory)
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.parallel import ParallelOptions
-from trainkit.parallel.engine import Batch, Engine, LoadPart, Saving, Training, autocast_of
+from trainkit.parallel.engine import Batch, LoadPart, Saving, Training, autocast_of
 from trainkit.parallel.fsdp import (
+    InParts,
     compute_dtype,
     gathers_again,
     give_back,
@@ -36,14 +36,6 @@ from trainkit.parallel.fsdp import (
     require_sharded,
     save_config,
     shard,
-)
-from trainkit.parallel.part_files import (
-    KEY,
-    empty_state,
-    load_parts,
-    optimizer_state,
-    save_parts,
-    take_up,
 )
 from trainkit.parallel.pipeline.chain import (
     Chain,
@@ -200,17 +192,13 @@ class _Placed:
     """The head that is the embeddings, where another rank has it, too."""
 
 
-class Pipeline(Engine):
+class Pipeline(InParts):
     """Layers on several ranks."""
 
-    holds_whole_model = False
-    shards_optimizer = True
-    reshards = True
-
     def __init__(self, options: ParallelOptions, process: ProcessRank) -> None:
+        super().__init__()
         self._options, self._process = options, process
         self.keeps_masters = options.shard == FSDP2
-        self._saved_dtypes: dict[str, torch.dtype] = {}
         self._rank = process.dist_rank // (process.world_size // options.pipeline)
         self._placed: _Placed | None = None
         self._found: Chain | None = None
@@ -492,69 +480,27 @@ class Pipeline(Engine):
                 seen.add(part(value).data_ptr())
                 yield name, value
 
-    def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """What the model was loaded in, and is saved in."""
-        return self._saved_dtypes.get(name, parameter.dtype)
+    def _parts(self, *, of_optimizer: bool = True) -> dict[str, torch.Tensor]:
+        """Trained parameters in fp32."""
+        masters = getattr(self.optimizer, "masters", {}) if of_optimizer else {}
+        return {
+            name: masters.get(parameter, parameter).detach().float()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
-    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
-        """Twice: as it is loaded, and as it trains."""
-        return self.saved_dtype(name, parameter).itemsize + parameter.element_size()
-
-    def copied_by_a_save(self) -> list[torch.Tensor]:
-        """None: all is written at once."""
-        return []
-
-    def save_state(self, save: Saving) -> None:
-        """Trained weights, in fp32 where there are masters, and the optimizer's state."""
-        state = optimizer_state(self.model, self.optimizer)
-        weights = _trained(self.model, self.optimizer)
-        save_parts({"model": weights, KEY: state}, save.directory)
-
-    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
-        """With the state."""
-
-    def load_state(self, folder: Path, step: int) -> None:
-        saved = empty_state(self.model, self.optimizer, folder, step)
-        weights = _trained(self.model, self.optimizer)
-        load_parts({"model": weights, KEY: saved}, folder)
-        _round(self.model, weights)
-        with taking_up(folder):
-            take_up(self.model, self.optimizer, saved, folder, step)
-
-    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        weights = _trained(self.model, None)
-        load_parts({"model": weights}, folder)
-        _round(self.model, weights)
-
-    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        del model
-        return reload()
+    @torch.no_grad()
+    def _round(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, value in weights.items():
+            parameter = self.model.get_parameter(name)
+            if part(parameter).data_ptr() != part(value).data_ptr():
+                parameter.copy_(value)
 
 
 def without_labels(batch: Batch) -> Batch:
     """A batch as it is, of which nothing is trained."""
     labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     return {**batch, "labels": labels, "num_trained_tokens": 0}
-
-
-def _trained(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Trained parameters by name, in fp32; saved buffers with them."""
-    masters = getattr(optimizer, "masters", {})
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kept = masters.get(parameter, parameter).detach()
-            found[name] = kept if kept.dtype == torch.float32 else kept.float()
-    return found
-
-
-@torch.no_grad()
-def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Give the model the weights that were loaded, where they are not its own already."""
-    for name, value in weights.items():
-        parameter = model.get_parameter(name)
-        if part(parameter).data_ptr() != part(value).data_ptr():
-            parameter.copy_(value)
 
 
 def _dtype_of_states(layers: nn.Module) -> torch.dtype:
