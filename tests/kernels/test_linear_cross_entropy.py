@@ -5,7 +5,7 @@ import torch
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.launch import INTERPRETING
-from trainkit.kernels.linear_cross_entropy import function, products, token_losses
+from trainkit.kernels.linear_cross_entropy import function, products
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
@@ -281,14 +281,13 @@ def test_each_token_s_factor_goes_into_its_chunk(frozen, trained, scale):
 @pytest.mark.parametrize(("wants", "passes"), [("both", 2), ("hidden", 1), ("none", 1)])
 def test_token_losses_of_a_frozen_head_make_their_logits_once(wants, passes, monkeypatch):
     seen = []
-    for module in (function, token_losses):
-        chunk = module.cross_entropy_chunk
+    chunk = function.cross_entropy_chunk
 
-        def counting(logits, *rest, chunk=chunk, **options):
-            seen.append(options["want_grad"])
-            chunk(logits, *rest, **options)
+    def counting(logits, *rest, **options):
+        seen.append(options["want_grad"])
+        chunk(logits, *rest, **options)
 
-        monkeypatch.setattr(module, "cross_entropy_chunk", counting)
+    monkeypatch.setattr(function, "cross_entropy_chunk", counting)
     states, weight, labels, _ = make_case()
     states.requires_grad_(wants != "none")
     weight.requires_grad_(wants == "both")

@@ -253,7 +253,7 @@ class Result(NamedTuple):
     dweight: Tensor | None
     dbias: Tensor | None
     slots: Tensor | None
-    grad_scale: float
+    grad_scale: Tensor | float
 
 
 def compute(
@@ -265,8 +265,12 @@ def compute(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
+    factors: Tensor | None = None,
 ) -> Result:
-    """Losses, and the gradients of their plain sum, chunk after chunk."""
+    """Losses, and the gradients of their plain sum, chunk after chunk.
+
+    With ``factors`` (M,) the gradients are of the sum of the losses times them.
+    """
     dtype = settings.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -276,7 +280,12 @@ def compute(
     products = products_of(weight, bias, dtype, settings.in_fp8)
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
 
-    grad_scale = grad_scale_of(dtype)
+    grad_scale: Tensor | float = grad_scale_of(dtype)
+    scales = None
+    if factors is not None:
+        placed = in_places(factors.to(wide), slots, num_rows + 1)
+        grad_scale = grad_scale / _power_of_2(placed)
+        scales = placed * grad_scale
     # One row more than computed: the zero row that untrained rows take their gradient from.
     dhidden = None
     if want_dhidden:
@@ -286,7 +295,9 @@ def compute(
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
     # One more than computed here too: untrained rows take their loss of 0 from it.
     losses = rows.new_zeros(num_rows + 1, dtype=wide)
-    correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
+    correct = None
+    if scales is None:
+        correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
     if dhidden is not None:
         dhidden[num_rows].zero_()
 
@@ -304,13 +315,13 @@ def compute(
             logits,
             labels[part],
             losses[part],
-            grad_scale,
+            grad_scale if scales is None else scales[part],
             want_grad=want_dweight or want_dbias or (want_dhidden and codes is None),
             ignore_index=settings.ignore_index,
             softcap=settings.softcap,
             label_smoothing=settings.label_smoothing,
             z_loss=settings.z_loss,
-            correct_out=correct[part],
+            correct_out=None if correct is None else correct[part],
             codes_out=codes,
         )
         if dhidden is not None:
@@ -325,7 +336,7 @@ def compute(
         dhidden = dhidden[:num_rows]
     return Result(
         losses[:num_rows].sum(),
-        torch.count_nonzero(correct),
+        num_trained if correct is None else torch.count_nonzero(correct),
         num_trained,
         losses[:num_rows] if slots is None else losses.index_select(0, slots),
         dhidden,
@@ -358,6 +369,26 @@ def keep_trained(
     chosen = everyone.new_zeros(kept + 1).scatter_(0, slots, everyone)[:kept]
     labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.ignore_index)
     return rows.index_select(0, chosen), labels, slots
+
+
+def in_places(factors: Tensor, slots: Tensor | None, size: int) -> Tensor:
+    """The factors (size,) of the rows that were computed; the last place is the untrained rows'."""
+    if slots is None:
+        return factors
+    placed = factors.new_zeros(size).scatter_(0, slots, factors)
+    placed[size - 1] = 0
+    return placed
+
+
+def _power_of_2(factors: Tensor) -> Tensor:
+    """About the largest factor: it stays out of the products, so that small ones do not underflow.
+
+    A power of two, so that a factor which 16 bits hold exactly still is after the division.
+    """
+    if not len(factors):
+        return factors.new_ones(())
+    exponent = torch.frexp(factors.abs().amax()).exponent
+    return torch.ldexp(factors.new_ones(()), exponent)
 
 
 def grad_scale_of(dtype: torch.dtype) -> float:

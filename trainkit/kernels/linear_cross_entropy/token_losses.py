@@ -16,23 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
 from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import device_of, is_on_gpu
 from trainkit.kernels.linear_cross_entropy.function import (
     Settings,
     check_shapes,
-    chunk_rows,
     compute,
     compute_dtype_of,
     grad_scale_of,
-    keep_trained,
-)
-from trainkit.kernels.linear_cross_entropy.products import (
-    Products,
-    add_product,
-    logits_buffer,
-    products_of,
+    in_places,
 )
 
 
@@ -120,101 +112,25 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.is_frozen:
-            return *_second_pass(ctx, grad_output), None, None
-        dhidden, slots = ctx.saved_tensors
         shape, dtype = ctx.like
-        factors = grad_output / grad_scale_of(ctx.settings.compute_dtype)
-        factors = _in_places(factors, slots, len(dhidden)).unsqueeze(-1)
-        dhidden = torch.mul(dhidden, factors, out=torch.empty_like(dhidden, dtype=dtype))
-        if slots is not None:
-            dhidden = dhidden.index_select(0, slots)
-        return dhidden.view(shape), None, None, None, None
-
-
-def _in_places(factors: Tensor, slots: Tensor | None, size: int) -> Tensor:
-    """The factors (size,) of the rows that were computed; the last place is the untrained rows'."""
-    if slots is None:
-        return factors
-    placed = factors.new_zeros(size).scatter_(0, slots, factors)
-    placed[size - 1] = 0
-    return placed
-
-
-def _second_pass(
-    ctx: Any, grad_output: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states, weight and bias, from logits that are made again."""
-    hidden, weight, bias, labels = ctx.saved_tensors
-    want_dhidden, want_dweight, want_dbias = ctx.needs_input_grad[:3]
-    settings: Settings = ctx.settings
-    dtype = settings.compute_dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    dhidden = dweight = dbias = None
-    with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        num_trained = torch.count_nonzero(labels != settings.ignore_index)
-        rows, labels, slots = keep_trained(rows, labels, num_trained, settings)
-        rows, num_rows = rows.to(dtype), len(rows)
-        products = products_of(weight, bias, dtype, settings.in_fp8)
-        factors = _in_places(grad_output.to(wide), slots, num_rows + 1)
-        size = _power_of_2(factors) / grad_scale_of(dtype)
-        scales = factors / size
-        if want_dhidden:
-            dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=products.gradient_dtype)
-            dhidden[num_rows].zero_()
-        if want_dweight:
-            dweight = torch.zeros_like(weight, dtype=wide)
-        if want_dbias:
-            dbias = rows.new_zeros(len(weight), dtype=wide)
-        unused = rows.new_empty(num_rows, dtype=wide)
-        limit = settings.chunk_tokens or products.chunk_tokens(trained=want_dweight)
-        for part, logits in _chunks(rows, products, len(weight), limit):
-            codes = products.gradient_codes(len(logits)) if want_dhidden else None
-            cross_entropy_chunk(
-                logits,
-                labels[part],
-                unused[part],
-                scales[part],
-                want_grad=want_dweight or want_dbias or codes is None,
-                codes_out=codes,
-                ignore_index=settings.ignore_index,
-                softcap=settings.softcap,
+        dweight = dbias = None
+        if ctx.is_frozen:
+            dhidden, slots = ctx.saved_tensors
+            factors = grad_output / grad_scale_of(ctx.settings.compute_dtype)
+            factors = in_places(factors, slots, len(dhidden)).unsqueeze(-1)
+            dhidden = torch.mul(dhidden, factors, out=torch.empty_like(dhidden, dtype=dtype))
+        else:  # from logits that are made again
+            hidden, weight, bias, labels = ctx.saved_tensors
+            wants = ctx.needs_input_grad[:3]
+            with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
+                made = compute(hidden, weight, bias, labels, ctx.settings, *wants, grad_output)
+            found = (made.dhidden, made.dweight, made.dbias)
+            dhidden, dweight, dbias = (
+                None if each is None else (each / made.grad_scale).to(like.dtype)
+                for each, like in zip(found, (hidden, weight, bias), strict=True)
             )
-            if dhidden is not None:
-                products.write_gradient(dhidden[part], logits, codes)
-            if dweight is not None:
-                add_product(dweight, logits.t(), rows[part], add=True)
-            if dbias is not None:
-                dbias += logits.sum(0, dtype=wide)
+            slots = made.slots
         if dhidden is not None:
-            dhidden = (dhidden * size).to(hidden.dtype)
-            dhidden = dhidden[:num_rows] if slots is None else dhidden.index_select(0, slots)
-            dhidden = dhidden.view(hidden.shape)
-        if dweight is not None:
-            dweight = (dweight * size).to(weight.dtype)
-        if dbias is not None:
-            dbias = (dbias * size).to(bias.dtype)
-    return dhidden, dweight, dbias
-
-
-def _power_of_2(factors: Tensor) -> Tensor:
-    """About the largest factor: it stays out of the products, so that small ones do not underflow.
-
-    A power of two, so that a factor which 16 bits hold exactly still is after the division.
-    """
-    if not len(factors):
-        return factors.new_ones(())
-    exponent = torch.frexp(factors.abs().amax()).exponent
-    return torch.ldexp(factors.new_ones(()), exponent)
-
-
-def _chunks(rows: Tensor, products: Products, vocab_size: int, limit: int) -> Any:
-    """Which rows, and their logits (rows, V) in a buffer that the next chunk writes again."""
-    chunk = chunk_rows(len(rows), limit)
-    buffer = logits_buffer(rows, chunk, vocab_size)
-    for start in range(0, len(rows), max(chunk, 1)):
-        part = slice(start, min(start + chunk, len(rows)))
-        logits = buffer[: part.stop - start, :vocab_size]
-        products.write_logits(logits, rows[part])
-        yield part, logits
+            dhidden = dhidden if slots is None else dhidden.index_select(0, slots)
+            dhidden = dhidden.view(shape)
+        return dhidden, dweight, dbias, None, None
