@@ -10,6 +10,7 @@ multiplies by (1 / num_items, the loss scale, the incoming gradient) enters once
 pass, where the fp32 gradients are rounded to their final dtype. Nothing waits for the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -209,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-            result = compute(hidden, weight, bias, labels, settings, *wants)
+            result = compute(hidden, weight, bias, labels, settings, wants)
         per_item = inverse(result.num_trained if num_items is None else num_items, result.total)
         ctx.save_for_backward(
             result.dhidden, result.dweight, result.dbias, result.slots, per_item / result.grad_scale
@@ -262,15 +263,14 @@ def compute(
     bias: Tensor | None,
     labels: Tensor,
     settings: Settings,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
+    wants: Sequence[bool],
     factors: Tensor | None = None,
 ) -> Result:
-    """Losses, and the gradients of their plain sum, chunk after chunk.
+    """Losses, and the gradients that hidden, weight and bias want of their plain sum, by chunks.
 
     With ``factors`` (M,) the gradients are of the sum of the losses times them.
     """
+    want_dhidden, want_dweight, want_dbias = wants
     dtype = settings.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])

@@ -94,16 +94,8 @@ class _TokenLosses(torch.autograd.Function):
         want_dhidden, *trained = ctx.needs_input_grad[:3]
         ctx.is_frozen = settings.wants_gradients and not any(trained)
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-            made = compute(
-                hidden,
-                weight,
-                bias,
-                labels,
-                settings,
-                want_dhidden=ctx.is_frozen and want_dhidden,
-                want_dweight=False,
-                want_dbias=False,
-            )
+            wants = (ctx.is_frozen and want_dhidden, False, False)
+            made = compute(hidden, weight, bias, labels, settings, wants)
         ctx.settings, ctx.like = settings, (hidden.shape, hidden.dtype)
         kept = (made.dhidden, made.slots) if ctx.is_frozen else (hidden, weight, bias, labels)
         ctx.save_for_backward(*kept)
@@ -123,7 +115,7 @@ class _TokenLosses(torch.autograd.Function):
             hidden, weight, bias, labels = ctx.saved_tensors
             wants = ctx.needs_input_grad[:3]
             with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-                made = compute(hidden, weight, bias, labels, ctx.settings, *wants, grad_output)
+                made = compute(hidden, weight, bias, labels, ctx.settings, wants, grad_output)
             found = (made.dhidden, made.dweight, made.dbias)
             dhidden, dweight, dbias = (
                 None if each is None else (each / made.grad_scale).to(like.dtype)
