@@ -286,25 +286,21 @@ def compute(
         placed = in_places(factors.to(wide), slots, num_rows + 1)
         grad_scale = grad_scale / _power_of_2(placed)
         scales = placed * grad_scale
-    # One row more than computed: the zero row that untrained rows take their gradient from.
+    # One row more than computed: untrained rows take their loss and their gradient of 0 from it.
+    losses = rows.new_zeros(num_rows + 1, dtype=wide)
     dhidden = None
     if want_dhidden:
-        shape = (num_rows + 1, rows.shape[1])
-        dhidden = rows.new_empty(shape, dtype=products.gradient_dtype)
+        dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=products.gradient_dtype)
+        dhidden[num_rows].zero_()
     dweight = torch.empty_like(weight, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
-    # One more than computed here too: untrained rows take their loss of 0 from it.
-    losses = rows.new_zeros(num_rows + 1, dtype=wide)
     correct = None
     if scales is None:
         correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
-    if dhidden is not None:
-        dhidden[num_rows].zero_()
 
-    limit = settings.chunk_tokens
-    if limit is None:
-        limit = products.chunk_tokens(trained=want_dweight)
-    chunk = chunk_rows(num_rows, limit)
+    chunk = chunk_rows(
+        num_rows, settings.chunk_tokens or products.chunk_tokens(trained=want_dweight)
+    )
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
