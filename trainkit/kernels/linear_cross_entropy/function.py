@@ -294,13 +294,10 @@ def compute(
         dhidden[num_rows].zero_()
     dweight = torch.empty_like(weight, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
-    correct = None
-    if scales is None:
-        correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
+    correct = None if scales is not None else labels.new_empty(num_rows, dtype=torch.int32)
 
-    chunk = chunk_rows(
-        num_rows, settings.chunk_tokens or products.chunk_tokens(trained=want_dweight)
-    )
+    limit = settings.chunk_tokens or products.chunk_tokens(trained=want_dweight)
+    chunk = chunk_rows(num_rows, limit)
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
