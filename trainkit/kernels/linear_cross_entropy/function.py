@@ -292,7 +292,8 @@ def compute(
     if want_dhidden:
         dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=products.gradient_dtype)
         dhidden[num_rows].zero_()
-    dweight = torch.empty_like(weight, dtype=wide) if want_dweight else None
+    made = torch.empty_like if num_rows else torch.zeros_like  # the first chunk fills it
+    dweight = made(weight, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
     correct = None if scales is not None else labels.new_empty(num_rows, dtype=torch.int32)
 
@@ -323,8 +324,6 @@ def compute(
             add_product(dweight, logits.t(), rows[part], add=start > 0)
         if dbias is not None:
             dbias += logits.sum(0, dtype=wide)
-    if dweight is not None and num_rows == 0:
-        dweight.zero_()
     if dhidden is not None and slots is None:
         dhidden = dhidden[:num_rows]
     return Result(
