@@ -31,13 +31,10 @@ def test_convert_there_and_back(glm_directory, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-def test_convert_an_adapter(glm_directory, tmp_path, capsys):
+def test_an_adapter_is_merged_first(glm_directory, tmp_path, capsys):
     adapter = make_adapter(glm_directory, tmp_path / "a", TARGETS)
-    command = ["convert", "glm4-to-qwen2", str(adapter), str(tmp_path / "b")]
-    assert main(command) == 2
-    assert "--base-model" in capsys.readouterr().err
-    assert main([*command, "--base-model", str(glm_directory), "--json"]) == 0
-    assert output(capsys)["num_modules"] == 6
+    assert main(["convert", "glm4-to-qwen2", str(adapter), str(tmp_path / "b")]) == 2
+    assert "trainkit merge" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["lots", "0GB", "-1GB", "5"])

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, TrainerState
 
 from trainkit.auto_class import is_own_code
 from trainkit.checkpoint.weights.base_fingerprint import write_fingerprint
-from trainkit.checkpoint.weights.companions import carry_record, copy_processors, stored_at
+from trainkit.checkpoint.weights.companions import copy_processors, stored_at
 from trainkit.checkpoint.weights.contents import ANOTHER, check_contents, refuse_unfit
 from trainkit.checkpoint.weights.reader import tensors_in
 from trainkit.checkpoint.whole.atomic import (
@@ -376,14 +376,10 @@ class CheckpointWriter:
 def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None = None) -> None:
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
-    An adapter gets the fingerprint of its base, and a model what a conversion knew about
-    the model that it was made from; both get how the base reads images.
+    An adapter gets the fingerprint of its base; it and a model get how the base reads images.
     """
-    is_adapter = write_fingerprint(directory, files)
-    base = stored_at(base)
-    if not is_adapter:
-        carry_record(base, directory)
-    copy_processors(base, directory)
+    write_fingerprint(directory, files)
+    copy_processors(stored_at(base), directory)
 
 
 def size_of(directory: Path) -> int:

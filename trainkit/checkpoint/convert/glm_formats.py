@@ -86,7 +86,7 @@ class Format:
         keys: Geometry field to config key, for those that are a plain number.
         required: config key to (the value it must have, the value when absent, why).
         read_rope: config and head_dim to ``(theta, rotary_dim)``.
-        write_rope: Geometry to config entries.
+        write_rope: Geometry to config entries; None for a layout that is only read.
     """
 
     model_type: str
@@ -94,7 +94,7 @@ class Format:
     keys: Mapping[str, str]
     required: Mapping[str, tuple[Any, Any, str]]
     read_rope: Callable[[Mapping[str, Any], int], tuple[float, int]]
-    write_rope: Callable[[Geometry], dict[str, Any]]
+    write_rope: Callable[[Geometry], dict[str, Any]] | None = None
     written: Mapping[str, Any] = field(default_factory=dict)
 
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
@@ -136,6 +136,7 @@ class Format:
 
     def config(self, geometry: Geometry) -> dict[str, Any]:
         """The config.json of this layout, without tokens and dtype."""
+        assert self.write_rope is not None
         sizes = {key: getattr(geometry, field) for field, key in self.keys.items()}
         switches = {key: wanted for key, (wanted, _, _) in self.required.items()}
         return {
@@ -169,13 +170,6 @@ def _rope_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_chatglm_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
     return 10000.0 * _number(config, "rope_ratio", 1), head_dim // 2
-
-
-def _write_chatglm_rope(geometry: Geometry) -> dict[str, Any]:
-    if geometry.rotary_dim * 2 != geometry.head_dim:
-        raise CheckpointError("the chatglm layout rotates exactly half of each head")
-    ratio = geometry.rope_theta / 10000
-    return {"rope_ratio": int(ratio) if ratio.is_integer() else ratio}
 
 
 def _read_glm_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
@@ -251,8 +245,6 @@ FORMATS: Mapping[str, Format] = {
             "interleaved_qkv": (False, False, "GLM-4 keeps q, k and v of all heads apart"),
         },
         read_rope=_read_chatglm_rope,
-        write_rope=_write_chatglm_rope,
-        written={"add_qkv_bias": True},
     ),
     "glm": Format(
         model_type="glm",
@@ -327,9 +319,9 @@ class GlmSource:
         self._reader = reader
         self.directory = reader.directory
         self._zeros = _missing_biases(reader, layout, config, geometry)
-        self.doubled = _doubled_head(reader, layout, geometry)
+        doubled = _doubled_head(reader, layout, geometry)
         self.tensors: Mapping[str, TensorInfo] = {
-            **{name: info for name, info in reader.tensors.items() if name != self.doubled},
+            **{name: info for name, info in reader.tensors.items() if name != doubled},
             **self._zeros,
         }
 
@@ -340,16 +332,7 @@ class GlmSource:
         )
 
 
-def biases_of(layout: str, geometry: Geometry) -> set[str]:
-    """The names of all biases of q, k and v in a layout."""
-    return {
-        f"{module.format(layer)}.bias"
-        for layer in range(geometry.num_layers)
-        for module in _PROJECTIONS[layout]
-    }
-
-
-def has_biases(layout: str, config: Mapping[str, Any]) -> bool | None:
+def _has_biases(layout: str, config: Mapping[str, Any]) -> bool | None:
     """What a GLM's config says of the biases of q, k and v; None where it says nothing."""
     if layout not in _BIAS_SWITCH:
         return True
@@ -360,17 +343,16 @@ def has_biases(layout: str, config: Mapping[str, Any]) -> bool | None:
     return value
 
 
-def head_and_embedding(layout: str) -> tuple[str, str]:
-    """The names of the output matrix and of the embedding."""
-    return _HEAD_AND_EMBEDDING[layout]
-
-
 def _missing_biases(
     reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry
 ) -> dict[str, TensorInfo]:
-    wanted = biases_of(layout, geometry)
+    wanted = {
+        f"{module.format(layer)}.bias"
+        for layer in range(geometry.num_layers)
+        for module in _PROJECTIONS[layout]
+    }
     present = wanted & reader.tensors.keys()
-    said = has_biases(layout, config)
+    said = _has_biases(layout, config)
     if present and said is False:
         raise CheckpointError(
             f"config.json: {_BIAS_SWITCH[layout][0]} is false, and there are biases such as "

@@ -35,8 +35,6 @@ NAMED_TEMPLATES = "additional_chat_templates"
 # where GLM takes three at a time). An entry under auto_map makes it believe tokenizer_class
 # again. It is never followed: with trust_remote_code it fails on the missing file, loudly.
 _NOT_QWEN2S_OWN = {"AutoTokenizer": ["no_remote_code_needed.PreTrainedTokenizerFast", None]}
-RECORD_NAME = "conversion.json"
-_MAX_CODE_BYTES = 1 << 20
 _STOPS = ("eos_token_id", "pad_token_id", "bos_token_id")
 
 
@@ -87,8 +85,6 @@ def copy_companions(
         came[name] = str(settings)
     for source in sources:
         came.update(dict.fromkeys(copy_processors(source, target), str(source)))
-        if RECORD_NAME not in came and carry_record(source, target):
-            came[RECORD_NAME] = str(source)
         if with_code:
             came.update(dict.fromkeys(_copy_code(source, target), str(source)))
     return came
@@ -146,45 +142,6 @@ def copy_processors(source: Path, target: Path) -> list[str]:
             _write(target / name, settings)
             copied.append(name)
     return copied
-
-
-def carry_record(source: Path, target: Path) -> bool:
-    """Keep with new weights what a conversion wrote down about the model that they came from.
-
-    The way back needs its config and what had no counterpart; the digests of its weights are left
-    out, since they are those of the weights before.
-
-    Returns:
-        Whether the source has such a record, and the target had none.
-    """
-    if not (source / RECORD_NAME).is_file() or (target / RECORD_NAME).exists():
-        return False
-    record = _object(source, RECORD_NAME)
-    for key in ("tensors", "proof", "companions"):
-        record.pop(key, None)
-    _write(target / RECORD_NAME, record)
-    return True
-
-
-def code_of(source: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of the remote code that a config names, to be kept for the way back; never run."""
-    code: dict[str, str] = {}
-    for name in _code_files(config):
-        if (source / name).is_file():
-            path = plain_file(source, name)
-            if path.stat().st_size <= _MAX_CODE_BYTES:
-                code[name] = path.read_text(encoding="utf-8", errors="replace")
-    return code
-
-
-def write_code(target: Path, record: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
-    """Put the remote code back next to the config that names it."""
-    code = (record or {}).get("remote_code")
-    if not isinstance(code, dict):
-        return
-    for name in _code_files(config):
-        if isinstance(code.get(name), str):
-            (target / name).write_text(code[name], encoding="utf-8")
 
 
 def _code_files(config: Mapping[str, Any]) -> list[str]:

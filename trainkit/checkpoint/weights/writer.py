@@ -5,7 +5,6 @@ written first, its room is reserved on the disk, and each tensor is written to i
 comes.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -42,7 +41,7 @@ class WeightsWriter:
         that alone is larger.
         """
         self.directory = directory
-        self.sha256: dict[str, str] = {}
+        self._written: set[str] = set()
         self._positions: dict[str, _Position] = {}
         self._descriptors: dict[str, int] = {}
         if len({info.name for info in tensors}) != len(tensors):
@@ -62,21 +61,21 @@ class WeightsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         place = self._positions.get(name)
         info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))
-        if place is None or place.info != info or name in self.sha256:
+        if place is None or place.info != info or name in self._written:
             planned = place.info if place else "nothing"
             raise CheckpointError(
                 f"{name}: planned {planned}, got {info}", where=str(self.directory)
             )
-        data = tensor_bytes(tensor)
-        digest = hashlib.sha256(data).hexdigest()
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data  # no copy where it lies so
         done = 0
         while done < len(data):
             done += os.pwrite(self._descriptors[place.file], data[done:], place.offset + done)
-        self.sha256[name] = digest
+        self._written.add(name)
 
     def finish(self) -> None:
         """Write the index and close."""
-        missing = self._positions.keys() - self.sha256.keys()
+        missing = self._positions.keys() - self._written
         self._close()
         if missing:
             raise CheckpointError(
@@ -140,16 +139,6 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         path,
         metadata={"format": "pt"},
     )
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a tensor in row-major order, without a copy where it lies so."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def _plan(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:

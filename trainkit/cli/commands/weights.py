@@ -224,7 +224,7 @@ def _bytes(shard_size: str) -> int:
 
 convert_app = typer.Typer()
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Model or adapter directory.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Model directory.")]
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,6 @@ class Conversion:
             "--verify/--no-verify", help="Compare source and result layer by layer, in float32."
         ),
     ] = True
-    base_model: Annotated[
-        Path | None,
-        typer.Option(help="For an adapter: the model directory that it belongs to."),
-    ] = None
     as_json: JsonObject = False
 
 
@@ -255,18 +251,9 @@ def glm4_to_qwen2(source: Source, output: Output, conversion: Conversion) -> Non
 
 @convert_app.command("qwen2-to-glm4")
 @expanded
-def qwen2_to_glm4(
-    *,
-    source: Source,
-    output: Output,
-    layout: Annotated[
-        Literal["glm", "chatglm"],
-        typer.Option(help="transformers' glm, or the remote-code chatglm."),
-    ] = "glm",
-    conversion: Conversion,
-) -> None:
+def qwen2_to_glm4(source: Source, output: Output, conversion: Conversion) -> None:
     """Turn a converted (and trained) Qwen2 back into GLM-4."""
-    _convert(source, output.place(), layout, conversion)
+    _convert(source, output.place(), "glm", conversion)
 
 
 def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> None:
@@ -275,24 +262,17 @@ def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> Non
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
-    row: dict[str, Any] = {"target": str(target)}
     if is_adapter(source):
-        from trainkit.checkpoint.convert.convert_adapter import convert_adapter
-
-        if wanted.base_model is None:
-            raise RecipeError(
-                "an adapter is converted by the sizes of the model that it belongs to",
-                where=str(source),
-                fix="give that model's directory with --base-model",
-            )
-        row["num_modules"] = convert_adapter(source, target, wanted.base_model, layout)
-        tell(row, wanted.as_json, f"{target}: {row['num_modules']} adapted modules")
-        return
+        raise RecipeError(
+            "this is an adapter, and a whole model is converted",
+            where=str(source),
+            fix="merge it first: trainkit merge",
+        )
     from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 
     options = ConvertOptions(wanted.dtype, size, wanted.verify)
     done = convert_model(source, target, layout, options, progress=note)
-    row["num_tensors"] = done.num_tensors
+    row: dict[str, Any] = {"target": str(target), "num_tensors": done.num_tensors}
     text = f"{target}: {done.num_tensors} tensors"
     if (proof := done.proof) is not None:
         row["max_logit_error"], row["max_logit"] = proof.max_logit_error, proof.max_logit
