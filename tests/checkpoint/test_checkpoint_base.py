@@ -11,8 +11,8 @@ import torch
 from tiny import make_adapter, make_qwen2, make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from trainkit import digests
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
-from trainkit.checkpoint.weights import base_fingerprint
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.weights.base_fingerprint import (
     FILE_NAME,
@@ -73,7 +73,7 @@ def test_every_byte_of_every_file_counts(copies, tmp_path, monkeypatch):
     assert len(shards) > 2
     for path in base.iterdir():  # as if all had been written some time ago
         os.utime(path, ns=(10**18, 10**18))
-    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(digests, "_SETTLED_SECONDS", -1)
     random = np.random.default_rng(0)
     for name in known:
         whole = (base / name).read_bytes()
@@ -114,13 +114,13 @@ def test_a_file_is_read_once(copies, tmp_path, monkeypatch):
         return plain(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", 3600)
+    monkeypatch.setattr(digests, "_SETTLED_SECONDS", 3600)
     known = base_files(base)
     weights = next(base.resolve() / name for name in known if name.endswith("safetensors"))
     read.clear()
     base_files(base)
     assert weights in read  # written just now: a change within the clock's tick would not be seen
-    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", -1)
+    monkeypatch.setattr(digests, "_SETTLED_SECONDS", -1)
     base_files(base)
     read.clear()
     assert base_files(base) == known

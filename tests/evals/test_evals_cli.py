@@ -170,9 +170,9 @@ def test_without_a_template_texts_are_plain(run, sets, tmp_path, capsys):
     assert main([*arguments, "--chat-template"]) == 2
 
 
-@pytest.mark.parametrize("moment", ["samples", "out", "report.html"])
+@pytest.mark.parametrize("moment", ["samples", "out"])
 def test_the_same_command_goes_on_wherever_it_was_killed(run, sets, tmp_path, moment):
-    """Before it makes a file: of its results, and of the run's page that is drawn anew."""
+    """Before it makes a file of its results."""
     mine = tmp_path / "mine"
     shutil.copytree(run / "final", mine / "final")
     (mine / "status.json").write_text(json.dumps({"state": "done"}))

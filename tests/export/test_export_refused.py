@@ -147,7 +147,6 @@ def test_the_template_has_in_it_what_the_recipe_said(tiny_tokenizer, options, ha
         (["vllm", "{run}", "{out}", "--min-agreement", "2"], "--min-agreement"),
         (["vllm", "{run}", "{out}", "--as-adapter", "--dtype", "float16"], "--dtype"),
         (["vllm", "{base}", "{out}", "--as-adapter"], "no adapter"),
-        (["awq", "{run}", "{out}", "--group-size", "64"], "auto-round --model OUT"),
         (["gguf", "nowhere/at/all", "{out}"], "nothing at this path"),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.image import imread
 
 from trainkit.errors import RunDirectoryError
-from trainkit.run import RunDirectory
 from trainkit.run.plot import (
     History,
     Series,
@@ -196,23 +195,3 @@ def test_the_page_of_a_run_that_trains_says_so_and_loads_itself_again(trained_ru
         evaluations.index(f"<td>{step}</td>") for step in (60, 40, 20)
     )
     assert evaluations.count("0.6000") == 3
-
-
-def test_the_page_holds_a_run_against_the_one_before(trained_run, run):
-    earlier = RunDirectory.create_at(run.root.parent / "earlier")
-    earlier.write_status("done")
-    for each, rate, loss in ((earlier, "1e-5", 4.0), (trained_run, "3e-5", None)):
-        text = f"training:\n  learning_rate: {rate}  # r.yaml:3\n  seed: 42  # default\n"
-        each.write_text(each.resolved, text)
-        if loss is not None:
-            with each.open_metrics() as metrics:
-                metrics.append({"step": 1, "loss": loss})
-    status = json.loads((earlier.root / "status.json").read_text())
-    status["started"] = "2001-01-01T00:00:00+00:00"
-    (earlier.root / "status.json").write_text(json.dumps(status))
-    page = render_report(trained_run).partition("<h2>Against the run before</h2>")[2]
-    page = page.partition("</section>")[0]
-    assert "<td>training.learning_rate</td><td>1e-5</td><td>3e-5</td>" in page
-    assert "seed" not in page
-    assert "4.0000 → 4.0000" in page
-    assert "Against the run before" not in render_report(earlier)

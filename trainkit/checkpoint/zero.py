@@ -5,7 +5,6 @@ three classes of DeepSpeed that they name are replaced by empty stand-ins. What 
 float32 master weights of what was trained and the stored weights of what was frozen.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from trainkit.checkpoint.weights.adapter import CONFIG_NAME, PREFIX, read_adapte
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.contents import open_pickle
 from trainkit.checkpoint.weights.export import DTYPES, export_plain
-from trainkit.checkpoint.weights.plain_files import plain_file, read_config
+from trainkit.checkpoint.weights.plain_files import plain_file, read_config, write_json
 from trainkit.checkpoint.weights.reader import ADAPTER_WEIGHTS, TensorInfo, finite
 from trainkit.checkpoint.weights.writer import save_tensors
 from trainkit.errors import CheckpointError
@@ -275,6 +274,6 @@ def extract_adapter(folder: Path, checkpoint: Path, target: Path) -> Path:
     if not tensors:
         raise CheckpointError("the shards hold no adapter", where=str(folder))
     save_tensors(target / "adapter_model.safetensors", tensors)
-    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(target / CONFIG_NAME, config)
     copy_companions((checkpoint,), target)
     return target

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import itertools
 import multiprocessing
 import os
@@ -47,7 +48,6 @@ from trainkit.data.store import (
     StoreWriter,
     code_digest,
     read_ledger,
-    sha256_of,
     store_key,
     stored,
     tokenizer_digest,
@@ -60,6 +60,7 @@ from trainkit.data.summary import (
     summary_of,
 )
 from trainkit.data.vision import NoVision, Vision
+from trainkit.digests import remembered_digest
 from trainkit.errors import DataError
 from trainkit.options import Source
 from trainkit.places import cache_of
@@ -298,14 +299,6 @@ def prepare(
         DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows
             are dropped than ``max_dropped`` allows.
     """
-    if not sources:
-        raise DataError("no data is given", where="data.train", fix="name at least one file there")
-    if all(source.weight == 0 for source in sources):
-        raise DataError(
-            "every source has weight 0, so there is nothing to train on",
-            where=sources[0].path,
-            fix="give one of them a weight above 0",
-        )
     builder = SampleBuilder(tokenizer, options, vision)
     digests = tokenizer_digest(tokenizer), code_digest()
     parts: list[Part] = []
@@ -378,7 +371,7 @@ def _open_part(
     else:
         files = resolve_files(source.path)
     names = (source.path,) if hub else tuple(str(file) for file in files)
-    shas = [sha256_of(file, directory / "sha256") for file in files]
+    shas = [remembered_digest(file, hashlib.sha256, directory / "sha256") for file in files]
     data = [("".join(container(file)), sha) for file, sha in zip(files, shas, strict=True)]
     stable = relative_names(source.path, files)
     if stable != [file.name for file in files] and not Path(source.path).expanduser().is_dir():

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import tokenizers
@@ -40,6 +40,7 @@ from trainkit.data import image_store
 from trainkit.data.image_store import ImageWriter, StoredImages
 from trainkit.data.images import Image
 from trainkit.data.options import DataOptions
+from trainkit.digests import digest_of
 from trainkit.errors import DataError
 from trainkit.options import Source
 from trainkit.places import fsync_directory
@@ -331,20 +332,11 @@ class Store:
         return sum(int(np.count_nonzero(each)) for each in found)
 
 
-def file_digest(stream: BinaryIO) -> str:
-    """The sha256 of what is left of an open file."""
-    digest = hashlib.sha256()
-    while chunk := stream.read(1 << 22):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _digests(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """The sha256 of each array; hashlib lets the threads run side by side."""
 
     def one(name: str) -> str:
-        with (directory / f"{name}.npy").open("rb") as stream:
-            return file_digest(stream)
+        return digest_of(directory / f"{name}.npy", hashlib.sha256)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(names, pool.map(one, names), strict=True))
@@ -361,35 +353,6 @@ CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")
 
 STALE_SECONDS = 24 * 3600
 """Temporary directories of dead processes are swept after this long."""
-
-
-def sha256_of(file: Path, memo: Path) -> str:
-    """The sha256 of a file, remembered for as long as the file provably did not change.
-
-    The memory is trusted when device, inode, size and both times are the same, and the file was
-    already two seconds old when it was hashed: every later write moves its change time.
-    """
-    status = file.stat()
-    marks = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
-    note = memo / f"{name}.json"
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if known["marks"] == marks:
-            return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # No memory, or half of one: hash again.
-    begun = time.time_ns()
-    with file.open("rb") as stream:
-        digest = file_digest(stream)
-    if begun - max(status.st_mtime_ns, status.st_ctime_ns) > 2 * 10**9:
-        # A cache that cannot be written may still hold what is needed.
-        with contextlib.suppress(OSError):
-            memo.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_suffix(f".{uuid.uuid4().hex}.tmp")
-            temporary.write_text(json.dumps({"marks": marks, "sha256": digest}), encoding="utf-8")
-            temporary.replace(note)
-    return digest
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -281,8 +281,6 @@ class SampleStream:
         shuffle: bool = True,
         buffer: int = BUFFER,
     ) -> None:
-        if buffer < 1:
-            raise DataError(f"a buffer of {buffer} samples holds none", where="data.streaming")
         self.sources = tuple(sources)
         for source in self.sources:
             _refuse_unknowable(source)

@@ -98,20 +98,6 @@ class Evaluation:
                 raise
 
 
-def earlier(target: Path, question: Mapping[str, Any]) -> tuple[list[Score], list[str]] | None:
-    """Scores and notes that an earlier call left there, if it asked the same of the same weights.
-
-    A call that was killed while it redrew the report has left all of them.
-    """
-    try:
-        content = json.loads((target / RESULTS).read_text(encoding="utf-8"))
-        if content["asked"] != jsonable(dict(question)):
-            return None
-        return [Score(**row) for row in content["scores"]], list(content["notes"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
 def check_free(target: Path) -> None:
     """See that an evaluation can be written there."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -1,6 +1,5 @@
 """The trained model as one plain directory: an adapter merged, weights copied, nothing to run."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +20,9 @@ from trainkit.checkpoint.weights.export import (
 )
 from trainkit.checkpoint.weights.plain_files import (
     is_plain_name,
-    plain_file,
     read_config,
-    read_json,
+    read_object,
+    write_json,
 )
 from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.checkpoint.weights.writer import INDEX_NAME
@@ -110,11 +109,11 @@ def make_servable(directory: Path, source: Source) -> None:
     """
     for name in ("config.json", "tokenizer_config.json"):
         if (directory / name).exists():
-            settings = read_json(plain_file(directory, name))
+            settings = read_object(directory, name)
             if not source.paths.source.trust_remote_code:
                 settings.pop("auto_map", None)
             settings.pop("chat_template", None)  # the file next to it counts
-            _write(directory / name, settings)
+            write_json(directory / name, settings)
     if source.template is not None:
         (directory / "chat_template.jinja").write_text(source.template, encoding="utf-8")
     for name, text in source.named_templates.items():
@@ -123,9 +122,9 @@ def make_servable(directory: Path, source: Source) -> None:
         (directory / NAMED_TEMPLATES).mkdir(exist_ok=True)
         (directory / NAMED_TEMPLATES / f"{name}.jinja").write_text(text, encoding="utf-8")
     path = directory / "generation_config.json"
-    settings = read_json(plain_file(directory, path.name)) if path.exists() else {}
+    settings = read_object(directory, path.name) if path.exists() else {}
     settings["eos_token_id"] = list(source.stop_ids)
-    _write(path, settings)
+    write_json(path, settings)
 
 
 def take_the_rest(work: Path, staging: Path, quantization: Mapping[str, Any]) -> None:
@@ -136,11 +135,7 @@ def take_the_rest(work: Path, staging: Path, quantization: Mapping[str, Any]) ->
         elif path.suffix != ".safetensors" and path.name != INDEX_NAME:
             shutil.copyfile(path, staging / path.name)
     config = {**read_config(work), "quantization_config": dict(quantization)}
-    _write(staging / "config.json", config)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(staging / "config.json", config)
 
 
 def linear_layers(source: ModelOptions, kind: str) -> tuple[set[str], list[str]]:

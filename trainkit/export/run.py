@@ -1,7 +1,6 @@
 """One export from start to end: check, ask the trained model, write, ask again, certify."""
 
 import importlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainkit.checkpoint.weights.plain_files import write_json
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
 from trainkit.export.certificate import FILE_NAME
@@ -62,8 +62,7 @@ def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
                 "command": written.command,
             }
             certificate["notes"] = [*source.notes, *certificate["notes"], *written.notes]
-            text = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
-            (staging / FILE_NAME).write_text(text, encoding="utf-8")
+            write_json(staging / FILE_NAME, certificate)
     return certificate
 
 

@@ -5,7 +5,6 @@ it would pass over in silence (a scale of its own for some modules, modules that
 for) is an error here.
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from trainkit.checkpoint.weights.adapter import (
     read_adapter_config,
 )
 from trainkit.checkpoint.weights.companions import copy_companions
-from trainkit.checkpoint.weights.plain_files import plain_file, read_json
+from trainkit.checkpoint.weights.plain_files import plain_file, read_json, write_json
 from trainkit.checkpoint.weights.reader import adapter_file
 from trainkit.errors import ModelError
 from trainkit.export.certificate import TransformersServed, released
@@ -189,7 +188,7 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     certified, found = staging, served_adapter(adapter, source.paths.at(base))
     if read_json(staging / _FILES[0]).get("target_parameters"):
         certified = adapter  # peft itself keeps experts together
-        (staging / _FILES[0]).write_text(json.dumps(found.config, indent=2), encoding="utf-8")
+        write_json(staging / _FILES[0], found.config)
         parts = [("lora_A", lambda one: one.down), ("lora_B", lambda one: one.up)]
         tensors = {
             f"{PREFIX}{name}.{part}.weight": of(one)

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from trainkit.errors import ResumeRefusedError, TrainkitError
+from trainkit.errors import ResumeRefusedError
 from trainkit.places import local_path
 from trainkit.processes import module_command
 from trainkit.redact import redact_text
@@ -58,8 +57,6 @@ SAMPLES = "samples.json"
 
 _RELOAD_SECONDS = 30
 _PATIENCE_SECONDS = 5.0
-_OWN = ("training.output_dir", "name")
-"""Keys that differ between any two runs."""
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~&$-])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
@@ -169,7 +166,6 @@ def render_report(
         part("Kernels", run.kernels, page.kernels),
         part("FP8", run.kernels, page.fp8),
         part("Memory and time", run.memory, page.memory),
-        page.section("Against the run before", _against_earlier(run, history)),
         page.section("Recipe", page.recipe(_text_of(run.resolved))),
         page.section("Starts", page.starts(read_starts(run))),
         page.section("Command", page.command(_text_of(run.command))),
@@ -213,50 +209,6 @@ def headline_figures(
         found.append(("median tokens/s", format_count(speed[len(speed) // 2])))
     if memory := history.series("peak_memory_gib").values:
         found.append(("peak memory", f"{format_number(max(memory))} GiB"))
-    return found
-
-
-def _against_earlier(run: RunDirectory, history: History) -> Markup:
-    """What differs from the run that was begun before this one, next to it."""
-    started, earlier = run.status().started, []
-    for file in run.root.parent.glob("*/status.json"):
-        other = RunDirectory(file.parent)
-        with contextlib.suppress(TrainkitError):
-            if other.metrics.is_file() and other.status().started < started:
-                earlier.append((other.status().started, other))
-    if not earlier:
-        return Markup("")
-    other = max(earlier, key=lambda each: each[0])[1]
-    mine, theirs = _values(run), _values(other)
-    now = headline_figures(run, history, read_json(run.generation_eval))
-    before = dict(
-        headline_figures(other, History.read(other.metrics), read_json(other.generation_eval))
-    )
-    rows = [(label, before.get(label, ""), value) for label, value in now]
-    rows += [
-        (key, theirs.get(key, ""), mine.get(key, ""))
-        for key in dict.fromkeys([*theirs, *mine])
-        if theirs.get(key) != mine.get(key) and key not in _OWN
-    ]
-    command = shlex.join(["trainkit", "compare", other.name, run.name])
-    return parts().against([other.name, run.name], rows, command)
-
-
-def _values(run: RunDirectory) -> dict[str, str]:
-    """The resolved recipe by dotted key, as text without origins."""
-    found: dict[str, str] = {}
-    path: list[tuple[int, str]] = []
-    for line in _text_of(run.resolved).splitlines():
-        plain = line.partition("  # ")[0].rstrip()
-        key, colon, value = plain.strip().partition(":")
-        if not colon or key.startswith("#"):
-            continue
-        indent = len(plain) - len(plain.lstrip())
-        path = [each for each in path if each[0] < indent]
-        if value.strip():
-            found[".".join([*(name for _, name in path), key])] = value.strip()
-        else:
-            path.append((indent, key))
     return found
 
 

@@ -5,7 +5,6 @@ no directory that looks finished. ``conversion.json`` in the result says what wa
 holds the proof.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from trainkit.checkpoint.convert.keymap import Keymap, Step
 from trainkit.checkpoint.convert.proof import Proof, prove_same_function
 from trainkit.checkpoint.weights.companions import carry_companions
 from trainkit.checkpoint.weights.export import DTYPES, cast, dtype_named
-from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.weights.writer import WeightsWriter
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
@@ -89,7 +88,7 @@ def convert_model(
             progress(f"writing {len(plan)} tensors")
             _write(steps, reader, staging, plan, options.max_shard_bytes)
             new_config = _new_config(config, target_format, geometry, plan)
-            (staging / "config.json").write_text(_pretty(new_config), encoding="utf-8")
+            write_json(staging / "config.json", new_config)
             companions = carry_companions(source, staging, config, new_config)
             proof = None
             if options.verify:
@@ -109,7 +108,7 @@ def convert_model(
                 "companions": companions,
                 "proof": proof.to_dict() if proof else None,
             }
-            (staging / RECORD_NAME).write_text(_pretty(record), encoding="utf-8")
+            write_json(staging / RECORD_NAME, record)
     return Conversion(target, len(plan), proof)
 
 
@@ -201,7 +200,3 @@ def _token_ids(config: Mapping[str, Any], key: str) -> int | list[int]:
     if not all(type(token) is int and token >= 0 for token in ids):
         raise CheckpointError(f"config.json: {key} is {value!r}, not a token id or a list of them")
     return value if isinstance(value, int) else ids
-
-
-def _pretty(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

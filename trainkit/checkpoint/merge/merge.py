@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -39,7 +38,7 @@ from trainkit.checkpoint.weights.export import (
     write_config,
     write_weights,
 )
-from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
@@ -164,7 +163,7 @@ def merge_adapter(
                     parity.check()  # merged into the other base, it is off by the packing itself
             record = {**_record(stored, adapter, options, changes, parity), "adapter": str(source)}
             record["is_base_of_training"] = True if unproved is None else None  # not known
-            (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+            write_json(staging / RECORD_NAME, record)
     return Merge(target, changes, parity)
 
 

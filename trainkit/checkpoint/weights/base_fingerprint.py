@@ -7,9 +7,7 @@ A file is read once: its digest is kept by path, size, times and inode. It tells
 accident as a rule, and is no proof against somebody who seeks out another file of the same digest.
 """
 
-import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,8 +17,9 @@ import xxhash
 
 from trainkit.checkpoint.weights.adapter import CONFIG_NAME
 from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES
-from trainkit.checkpoint.weights.plain_files import plain_file, read_json
+from trainkit.checkpoint.weights.plain_files import plain_file, read_json, write_json
 from trainkit.checkpoint.weights.reader import weight_files
+from trainkit.digests import remembered_digest
 from trainkit.errors import CheckpointError
 from trainkit.places import cache_of
 
@@ -43,8 +42,6 @@ _SETTINGS = (
     "*processor_config.json",
     "*.py",
 )
-_BLOCK_BYTES = 8 << 20
-_SETTLED_SECONDS = 2.0
 """A file written later than this before it was read may change once more within a clock tick."""
 _MAX_NAMED = 4
 
@@ -78,32 +75,7 @@ def _digests(directory: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's bytes; one that is as it was at an earlier call is not read again."""
-    path = path.resolve()  # a link of the hub's cache
-    state, now = _state(path), time.time_ns()
-    kept = cache_of("digests") / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        known = json.loads(kept.read_text(encoding="utf-8"))
-        if known["state"] == state and isinstance(known["digest"], str):
-            return str(known["digest"])
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as stream:
-        while size := stream.readinto(block):
-            digest.update(block[:size])
-    found = digest.hexdigest()
-    is_settled = now - max(state[1:3]) > _SETTLED_SECONDS * 1e9 and _state(path) == state
-    if is_settled:
-        with suppress(OSError):  # no room for a cache is no reason to stop
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            written = kept.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps({"state": state, "digest": found}), encoding="utf-8")
-            written.replace(kept)
-    return found
-
-
-def _state(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return remembered_digest(path, xxhash.xxh3_128, cache_of("digests"))
 
 
 def write_fingerprint(adapter: Path, files: Mapping[str, str] | None = None) -> bool:
@@ -121,7 +93,7 @@ def write_fingerprint(adapter: Path, files: Mapping[str, str] | None = None) -> 
     except (CheckpointError, OSError, LookupError, TypeError):
         return False
     record = {"schema_version": SCHEMA_VERSION, "base": base, "files": known}
-    (adapter / FILE_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(adapter / FILE_NAME, record)
     return True
 
 

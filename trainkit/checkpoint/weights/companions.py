@@ -7,13 +7,17 @@ tokenizer that exists only as remote code over a tiktoken vocabulary is rebuilt 
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, read_json
+from trainkit.checkpoint.weights.plain_files import (
+    is_plain_name,
+    plain_file,
+    read_object,
+    write_json,
+)
 from trainkit.errors import CheckpointError
 from trainkit.places import local_path
 
@@ -48,16 +52,16 @@ def carry_companions(
     """
     came = dict.fromkeys(_copy_tokenizer(source, target, _COPIED), "copied")
     if (source / "tokenizer_config.json").exists():
-        settings = _object(source, "tokenizer_config.json")
+        settings = read_object(source, "tokenizer_config.json")
         if "tokenizer.json" not in came and (source / "tokenizer.model").exists():
             text = build_tokenizer_json(plain_file(source, "tokenizer.model"), settings)
             (target / "tokenizer.json").write_text(text, encoding="utf-8")
             came["tokenizer.json"] = "built from tokenizer.model"
         is_qwen2 = new_config.get("model_type") == "qwen2"
-        _write(target / "tokenizer_config.json", _plain_tokenizer(settings, is_qwen2=is_qwen2))
+        write_json(target / "tokenizer_config.json", _plain_tokenizer(settings, is_qwen2=is_qwen2))
         came["tokenizer_config.json"] = "copied without remote code"
     came.update(dict.fromkeys(copy_processors(source, target), "copied without remote code"))
-    _write(target / "generation_config.json", _generation_config(source, config, new_config))
+    write_json(target / "generation_config.json", _generation_config(source, config, new_config))
     came["generation_config.json"] = "written"
     return came
 
@@ -96,7 +100,7 @@ def _copy_code(source: Path, target: Path) -> list[str]:
 
     copied: list[str] = []
     for settings in ("config.json", "tokenizer_config.json", *PROCESSORS):
-        named = _code_files(_object(source, settings)) if (source / settings).is_file() else []
+        named = _code_files(read_object(source, settings)) if (source / settings).is_file() else []
         for name in (name for name in named if (source / name).is_file()):
             needed = (Path(each).name for each in get_relative_import_files(source / name))
             for each in dict.fromkeys((name, *needed)):
@@ -137,9 +141,9 @@ def copy_processors(source: Path, target: Path) -> list[str]:
     copied = []
     for name in PROCESSORS:
         if (source / name).is_file() and not (target / name).exists():
-            settings = _object(source, name)
+            settings = read_object(source, name)
             settings.pop("auto_map", None)
-            _write(target / name, settings)
+            write_json(target / name, settings)
             copied.append(name)
     return copied
 
@@ -166,7 +170,7 @@ def _generation_config(
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if (source / "generation_config.json").exists():
-        settings = _object(source, "generation_config.json")
+        settings = read_object(source, "generation_config.json")
     for key in _STOPS:
         value = settings.get(key, config.get(key, new_config.get(key)))
         if value is not None:
@@ -174,25 +178,6 @@ def _generation_config(
     return settings
 
 
-def _object(directory: Path, name: str) -> dict[str, Any]:
-    content = read_json(plain_file(directory, name))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{name} is not a JSON object", where=str(directory))
-    return content
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-# Rebuilds a tiktoken vocabulary as a ``tokenizer.json``, so that no remote code is needed.
-#
-# A tiktoken file is a list of byte strings with ranks. Encoding splits the text by a pattern, takes
-# a piece whole if it is in the list, and else merges the adjacent pair whose union has the lowest
-# rank. The same is said to the tokenizers library with one merge for every way to cut a token into
-# two tokens, in the order of ranks, and ``ignore_merges`` for the whole pieces.
-
-# Of GLM-4's tokenizer; the same as that of cl100k_base.
 GLM4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,6 +1,5 @@
 """Writes weights from any source as a plain model directory."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.weights.companions import copy_companions
-from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo
 from trainkit.checkpoint.weights.writer import WeightsWriter
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
@@ -104,5 +103,4 @@ def write_config(directory: Path, config: Mapping[str, object], dtype: str | Non
     if dtype is not None:
         content.pop("dtype", None)
         content["torch_dtype"] = dtype
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
+    write_json(directory / "config.json", content)

@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,18 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
+def read_object(directory: Path, name: str) -> dict[str, Any]:
+    """A file of a directory that holds a JSON object."""
+    content = read_json(plain_file(directory, name))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name} is not a JSON object", where=str(directory))
+    return content
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model directory."""
-    config = read_json(plain_file(directory, "config.json"))
-    if not isinstance(config, dict):
-        raise CheckpointError("config.json is not a JSON object", where=str(directory))
-    return config
+    return read_object(directory, "config.json")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")

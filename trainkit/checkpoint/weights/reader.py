@@ -127,7 +127,6 @@ class SafetensorsFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            self.metadata: Mapping[str, str] = {}
             self._places: dict[str, tuple[TensorInfo, int]] = self._parse()
         except BaseException:
             self.close()
@@ -139,25 +138,16 @@ class SafetensorsFile:
         return {name: info for name, (info, _) in self._places.items()}
 
     def load(self, name: str) -> torch.Tensor:
-        info, _ = self._places[name]
-        tensor = self.load_part(name, math.prod(info.shape)).reshape(info.shape)
-        return finite(name, tensor, self.path)
-
-    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
-        """Read at most so many values of a tensor, in row-major order, flat."""
         info, offset = self._places[name]
-        skipped = min(start * info.dtype.itemsize, info.num_bytes)
-        offset += skipped
-        num_bytes = min(num_values * info.dtype.itemsize, info.num_bytes - skipped)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = torch.empty(info.num_bytes, dtype=torch.uint8)
         view = data.numpy().data
         done = 0
-        while done < num_bytes:
+        while done < info.num_bytes:
             count = os.preadv(self._descriptor, [view[done:]], offset + done)
             if count == 0:
                 raise self._refuse(f"it ended inside {name}")
             done += count
-        return data.view(info.dtype)
+        return finite(name, data.view(info.dtype).reshape(info.shape), self.path)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -179,9 +169,7 @@ class SafetensorsFile:
             raise self._refuse(f"its header is not valid JSON: {error}") from None
         if not isinstance(header, dict):
             raise self._refuse("its header is not a JSON object")
-        metadata = header.pop("__metadata__", {})
-        if isinstance(metadata, dict):
-            self.metadata = metadata
+        header.pop("__metadata__", None)
         start = 8 + header_bytes
         spans = []
         for name, entry in header.items():
@@ -274,10 +262,6 @@ class PickledFile:
         tensor = self._content[name].detach().clone(memory_format=torch.contiguous_format)
         return finite(name, tensor, self.path)
 
-    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
-        """A copy of at most so many values of a tensor, in row-major order, flat."""
-        return self._content[name].detach().reshape(-1)[start : start + num_values].clone()
-
     def close(self) -> None:
         self._content = {}
 
@@ -364,10 +348,6 @@ class WeightsReader:
 
     def load(self, name: str) -> torch.Tensor:
         return self._file(self._home[name]).load(name)
-
-    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
-        """Read at most so many values of a tensor, in row-major order, flat."""
-        return self._file(self._home[name]).load_part(name, num_values, start)
 
     def close(self) -> None:
         for file in self._open.values():

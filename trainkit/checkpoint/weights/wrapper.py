@@ -4,14 +4,13 @@ transformers loads the text part of such files and saves that alone. What was tr
 the rest, byte for byte, so that a server finds the model that it knows.
 """
 
-import json
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from trainkit.checkpoint.weights.companions import stored_at
 from trainkit.checkpoint.weights.export import write_config
-from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import WeightsReader
 
 _TRAINED, _REST = "model-trained.safetensors", "model-rest-of-base.safetensors"
@@ -53,7 +52,7 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
         (directory / "model.safetensors").rename(directory / _TRAINED)
     homes |= dict.fromkeys(rest, _REST)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    write_json(directory / _INDEX, index)
     whole["text_config"] = {key: text[key] for key in text.keys() - _OF_A_MODEL}
     whole.pop("torch_dtype", None)
     whole["dtype"] = text.get("dtype")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from trainkit.checkpoint.weights.plain_files import write_json
 from trainkit.checkpoint.weights.reader import DTYPES, TensorInfo
 from trainkit.errors import CheckpointError
 from trainkit.places import WEIGHTS
@@ -87,8 +88,7 @@ class WeightsWriter:
                 "metadata": {"total_size": self._num_bytes},
                 "weight_map": {name: place.file for name, place in sorted(self._positions.items())},
             }
-            text = json.dumps(index, indent=2) + "\n"
-            (self.directory / INDEX_NAME).write_text(text, encoding="utf-8")
+            write_json(self.directory / INDEX_NAME, index)
 
     def __enter__(self) -> "WeightsWriter":
         return self

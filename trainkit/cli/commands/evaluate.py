@@ -14,7 +14,7 @@ from trainkit.cli.quick_imports import without_collection
 from trainkit.errors import RecipeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from trainkit.evals.scores import Evaluation
     from trainkit.infer.locate import ModelPaths
@@ -94,8 +94,10 @@ def evaluate(
     Several GPUs of this host share the questions. HumanEval runs what the model writes, and needs
     --allow-code.
     """
-    from trainkit.evals.scores import check_free, earlier
+    from trainkit.evals.scores import as_lines, check_free
     from trainkit.infer import benchmark
+    from trainkit.run import RunDirectory
+    from trainkit.run.report import write_report
 
     benchmark.check_harness()
     names = [name.strip() for name in questions.tasks.split(",") if name.strip()]
@@ -112,47 +114,28 @@ def evaluate(
         kernels,
     )
     choice = {
+        "tasks": names,
         "data": None if questions.data is None else str(questions.data),
         "limit": questions.limit,
         "shots": questions.shots,
         "allow_code": questions.allow_code,
     }
-    question = {
-        "tasks": names, **choice, "backend": backend, "dtype": held.dtype,
-        "chat_template": questions.chat_template, **benchmark.settings_of(paths, asking),
-    }  # fmt: skip
-    known = earlier(target, question)
-    if known is not None and question["weights"] is not None:
-        note(f"{target} has these scores from an earlier call")
-        _tell(paths, target, *known, as_json=as_json)
-        return
     check_free(target)
     if backend == "transformers":
         benchmark.on_all_gpus(list(context.obj or ()), held.device)
     with without_collection():
-        ask = _ready(paths, asking, {"tasks": names, **choice}, backend, held)
+        ask = _ready(paths, asking, choice, backend, held)
     found = ask()
     if found is None:
         return  # not the first rank
-    replace(found, settings={**found.settings, "asked": question}).write(target)
-    _tell(paths, target, found.scores, found.notes, as_json=as_json)
-
-
-def _tell(
-    paths: "ModelPaths", target: Path, scores: Any, notes: "Sequence[str]", *, as_json: bool
-) -> None:
-    """Put the scores into the run's report, and print them."""
-    from trainkit.evals.scores import as_lines
-    from trainkit.run import RunDirectory
-    from trainkit.run.report import write_report
-
+    found.write(target)
     if paths.run is not None and (paths.run / "report.html").is_file():
         write_report(RunDirectory.open(paths.run))
-    for score in scores if as_json else ():
+    for score in found.scores if as_json else ():
         tell({**asdict(score), "output": str(target)}, as_json)
-    for line in () if as_json else as_lines(scores):
+    for line in () if as_json else as_lines(found.scores):
         echo(line)
-    for line in notes:
+    for line in found.notes:
         note(line)
     if not as_json:
         echo(str(target))

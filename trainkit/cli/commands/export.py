@@ -113,19 +113,6 @@ def fp8(source: Source, output: Output, shared: Shared) -> None:
     _export("fp8", source, output, shared)
 
 
-@app.command(
-    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)
-def awq() -> None:
-    """Was here once; a command line from then learns what serves it."""
-    raise RecipeError(
-        "trainkit packs no AWQ: AutoRound and llm-compressor do, from the plain model",
-        where="trainkit export awq",
-        fix="trainkit export vllm RUN OUT, then auto-round --model OUT --format auto_awq; or "
-        "trainkit export fp8, or gguf --type q4_k_m",
-    )
-
-
 def _export(target: str, source: str, output: Output, shared: Shared, **own: Any) -> None:
     """Write it for ``target``, with that command's own options."""
     path, agreement = output.place(), shared.min_agreement
