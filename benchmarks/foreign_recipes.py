@@ -119,6 +119,11 @@ def theirs(tool: str, file: Path, command: str | None) -> dict[str, Any]:
     return {}
 
 
+def quantized(given: dict[str, Any], four: str, eight: str) -> str | None:
+    """What a frozen base is kept in, by two switches."""
+    return "nf4" if given.get(four) else "int8" if given.get(eight) else None
+
+
 _SHARED = ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"]
 _SHARED += ["max_grad_norm", "max_steps", "gradient_accumulation_steps", "lr_scheduler_type"]
 _SHARED += ["per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs"]
@@ -154,7 +159,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         "data.max_length": int(str(cfg["sequence_len"]).replace("_", "")),
         "data.packing": bool(cfg.get("sample_packing")),
         "training.gradient_checkpointing": bool(cfg.get("gradient_checkpointing")),
-        "lora.quantize": "nf4" if cfg.get("load_in_4bit") else None,
+        "lora.quantize": quantized(cfg, "load_in_4bit", "load_in_8bit"),
         "is_lora": bool(cfg.get("adapter")),
         "is_sharded": bool(cfg.get("fsdp") or cfg.get("fsdp_config") or cfg.get("deepspeed")),
         "data.mask": "none"
@@ -166,8 +171,8 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         found["global_batch_size"] = (
             micro * found.pop("training.gradient_accumulation_steps") * ranks
         )
-    if cfg["optimizer"] in ("muon", "adamw_torch_4bit"):
-        found["is_sharded"] = False  # optimizers that only whole weights fit
+    if cfg["optimizer"] in ("muon", "adamw_torch_4bit") or cfg.get("load_in_8bit"):
+        found["is_sharded"] = False  # optimizers that only whole weights fit, and codes in int8
     sharding = cfg.get("fsdp_config") or {}
     found["training.gradient_checkpointing"] |= bool(
         sharding.get("activation_checkpointing") or sharding.get("fsdp_activation_checkpointing")
@@ -178,11 +183,14 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         )
         if found["training.lr_scheduler_type"] == "constant":
             found.pop("training.warmup_steps")
+    if cfg.get("load_in_4bit") and re.search(r"Mixtral|A\d+B|MoE", cfg["base_model"]):
+        packs = cfg.get("quantize_moe_experts") or cfg.get("llama4_linearized_experts")
+        found["lora.quantize_experts"] = bool(packs)
     if cfg.get("adapter"):
         found |= {
             "lora.r": cfg["lora_r"],
             "lora.alpha": cfg["lora_alpha"],
-            "lora.dropout": float(cfg["lora_dropout"] or 0),
+            "lora.dropout": float(cfg["lora_dropout"] or 0) * (cfg.get("rl") != "dpo"),
         }
     return found
 
@@ -224,7 +232,8 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
             "lora.alpha": tuning.lora_alpha,
             "lora.dropout": 0.0 if tuning.stage == "dpo" else tuning.lora_dropout,
         }
-        found["lora.quantize"] = "nf4" if given.get("quantization_bit") == 4 else None
+        bits = given.get("quantization_bit")
+        found["lora.quantize"] = {4: "nf4", 8: "int8"}.get(bits)
     return found
 
 
@@ -303,7 +312,7 @@ def swift(file: Path) -> dict[str, Any]:
     if not full:
         found |= {"lora.r": args["lora_rank"], "lora.alpha": args["lora_alpha"]}
         found["lora.dropout"] = args["lora_dropout"]
-        found["lora.quantize"] = "nf4" if args.get("quant_bits") == 4 else None
+        found["lora.quantize"] = {4: "nf4", 8: "int8"}.get(args.get("quant_bits"))
     return found
 
 
@@ -343,7 +352,7 @@ def trl(tokens: list[str]) -> dict[str, Any]:
             "lora.alpha": model.lora_alpha,
             "lora.dropout": model.lora_dropout * (goal == "sft"),
         }
-        found["lora.quantize"] = "nf4" if model.load_in_4bit else None
+        found["lora.quantize"] = quantized(vars(model), "load_in_4bit", "load_in_8bit")
     return found
 
 

@@ -81,8 +81,9 @@ def test_a_base_that_was_not_quantised_is_not_rounded_for_a_merge(
     assert main(["merge", str(foreign), str(tmp_path / "m"), "--base", base, "--no-verify"]) == 0
 
 
-def test_merge_of_a_qlora_run_takes_the_base_that_training_saw(tiny_qwen2, tmp_path, capsys):
-    run = as_run(tmp_path / "run", tiny_qwen2, quantize="nf4")
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_merge_over_a_packed_base_takes_what_training_saw(quantize, tiny_qwen2, tmp_path, capsys):
+    run = as_run(tmp_path / "run", tiny_qwen2, quantize=quantize)
     assert main(["merge", str(run), str(tmp_path / "m"), "--json"]) == 0
     row = output(capsys)
     assert row["merged_into"] == "dequantized"

@@ -12,7 +12,7 @@ from project import make_project
 from train.router_cases import make_moe
 from transformers import AutoModelForCausalLM
 
-from trainkit.lora import LoraOptions, attach
+from trainkit.lora import LoraOptions, attach, quantization_config
 from trainkit.lora.report import describe_adapters
 from trainkit.models.linears import expert_parameters, num_weights
 from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4, states_of
@@ -155,23 +155,43 @@ def test_no_weight_in_full_lives_between_forward_and_backward(kernels):
     assert max(kept) < whole
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
-def test_a_run_over_them_goes_on_and_is_merged(quantize, tmp_path, tiny_tokenizer):
+def as_bitsandbytes_loads(folder, quantize):
+    """A plain model with the weights that transformers' own loading rounds; experts stay."""
+    config = quantization_config(quantize, torch.bfloat16)
+    given = {"dtype": torch.bfloat16, "quantization_config": config}
+    packed = AutoModelForCausalLM.from_pretrained(folder, **given)
+    plain = as_read(packed, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    for name, module in packed.named_modules():
+        if type(module).__name__ == "Linear8bitLt":
+            codes, scales = module.weight.CB, module.weight.SCB
+            plain.get_submodule(name).weight.data = codes.float() * (scales[:, None] / 127)
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("quantize", "experts"), [("nf4", True), ("nf4", False), ("int8", True), ("fp8", True)]
+)
+def test_a_run_over_them_goes_on_and_is_merged(quantize, experts, tmp_path, tiny_tokenizer):
     make_moe(len(tiny_tokenizer)).save_pretrained(tmp_path / "moe")
     tiny_tokenizer.save_pretrained(tmp_path / "moe")
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project", tmp_path / "moe")
     words = ["--config", "r.yaml", f"lora.quantize={quantize}", "training.max_steps=4"]
+    words += [f"lora.quantize_experts={experts}"]
     assert project.sft(*words, "--output-dir", "whole").code == 0
     assert project.sft(*words, "--output-dir", "parts", stop_at=2).code == 130
     assert project.sft("--resume", "parts").code == 0
     files = [project.root / run / "final/adapter_model.safetensors" for run in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     record = json.loads((project.root / "whole" / "kernels.json").read_text())
-    assert record["adapters"]["storage"][quantize]["weights"] >= 2 * 8 * 3 * 32 * 16
+    packs = experts and quantize != "int8"
+    stacks = 2 * 8 * 3 * 32 * 16
+    assert (record["adapters"]["storage"][quantize]["weights"] >= stacks) == packs
     assert trainkit(project.root, "merge", "whole/final", "--output", "merged").code == 0
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    if quantize == "nf4":  # what training saw; over fp8 an adapter is used on the plain base
+    if not packs:
+        plain = as_bitsandbytes_loads(tmp_path / "moe", quantize)
+    elif quantize == "nf4":  # what training saw; over fp8 an adapter is used on the plain base
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
         quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16)
         plain = as_read(base, plain).float()

@@ -1,7 +1,9 @@
-"""A 4-bit base on a CPU: an evaluation must not change what training does."""
+"""A packed base on a CPU: int8 against plain peft, and what must not change what training does."""
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trainkit.lora import LoraOptions
 from trainkit.options import ModelOptions
@@ -73,3 +75,49 @@ def test_codes_that_look_like_nan_are_no_damaged_weights(tiny_llama):
     norm = next(name for name, each in model.named_parameters() if name.endswith("norm.weight"))
     model.get_parameter(norm).data[0] = torch.nan
     assert not_finite(model) == norm
+
+
+def test_int8_trains_as_peft_over_bitsandbytes_does(tiny_qwen2):
+    ids = torch.arange(18).reshape(2, 9)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tiny_qwen2,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+        attn_implementation="sdpa",
+    )
+    theirs = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    found = {}
+    for name, kernels in (("plain", False), ("kernels", True)):
+        built = build_model(
+            ModelOptions(str(tiny_qwen2), dtype="float32"),
+            attention="sdpa",
+            packing=False,
+            lora=LoraOptions(r=4),
+            quantize="int8",
+            kernels=kernels,
+            reentrant=False,
+            device=torch.device("cpu"),
+        )
+        assert built.adapters["storage"]["int8"]["weights"] > 0
+        if kernels:
+            assert built.report.row("rms_norm").status == "on"
+            assert "Linear8bitLt" in built.report.row("lora_linear").reason
+        found[name] = built.model
+    for number, name in enumerate(n for n, p in theirs.named_parameters() if p.requires_grad):
+        value = torch.randn(theirs.get_parameter(name).shape, generator=torch.manual_seed(number))
+        for model in (theirs, *found.values()):
+            model.get_parameter(name).data = value.clone() / 8
+    for is_training in (True, False, True):  # an evaluation rounds its inputs, too
+        losses = {}
+        for name, model in (("theirs", theirs), *found.items()):
+            model.train(is_training).zero_grad()
+            losses[name] = model(input_ids=ids, labels=ids).loss
+            losses[name].backward()
+        assert losses["plain"] == losses["theirs"]
+        torch.testing.assert_close(losses["kernels"], losses["theirs"], rtol=1e-4, atol=0)
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(found["plain"].get_parameter(name).grad, parameter.grad), name
+                ours = found["kernels"].get_parameter(name).grad
+                size = parameter.grad.abs().max().item()
+                torch.testing.assert_close(ours, parameter.grad, rtol=2e-2, atol=2e-2 * size)

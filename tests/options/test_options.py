@@ -116,6 +116,7 @@ IN_FP8 = {  # what follows `model: {name_or_path: m, `: what is said of it
     "fp8: {loss_budget: 1.5}}": "must be below 1",
     "fp8: {min_size: 8}}": "must be at least 16",
     "fp8: true, init: random}": "what fp8 costs is measured on trained weights",
+    "dtype: auto}\nlora: {quantize: fp8, quantize_experts: false}": "set lora.quantize: nf4",
     "fp8: true}\nlora: {}": "set lora.quantize: fp8",
     "fp8: all}\nlora: {quantize: nf4}": "lora.quantize is nf4",
     "fp8: all}\ntraining: {torch_compile: true}": "which torch.compile does not take",

@@ -81,6 +81,20 @@ def test_a_stage_that_is_recomputed_as_a_whole_offloads_nothing(key):
         Recipe(**values, parallel={"pipeline": 2, "schedule": "zbv"})
 
 
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3", "zero3_offload", "fsdp2"])
+def test_codes_in_int8_are_whole_on_each_rank(shard):
+    values = {
+        "model": {"name_or_path": "m"},
+        "data": {"train": ["a"]},
+        "lora": {"quantize": "int8"},
+    }
+    from trainkit.recipe import Recipe
+
+    Recipe(**values)
+    with pytest.raises(RecipeError, match=r"lora.quantize.*whole numbers"):
+        Recipe(**values, parallel={"shard": shard})
+
+
 @pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3", "zero3_offload", "none", "fsdp2"])
 @pytest.mark.parametrize("packed", ["nf4", "fp8"])
 @pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])

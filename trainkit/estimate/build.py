@@ -311,8 +311,12 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     with torch.device("meta"):
         if job.base == "nf4":
             _pack(model, _nf4, frozenset())
-            _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"))
+            if job.adapters is None or job.adapters.options.quantize_experts:
+                _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"))
             model.is_loaded_in_4bit = True
+        elif job.base == "int8":
+            _pack(model, _int8, frozenset())
+            model.is_loaded_in_8bit = True
         elif job.base == "fp8":
             _pack(model, _fp8, job.in_fp8)
             _pack_experts(model, _fp8_codes)
@@ -364,9 +368,10 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
     for module in model.modules():
         for values in (module._parameters, module._buffers, vars(module)):
             convert(values)
-        for outer in (getattr(module, "quant_state", None), *states_of(module).values()):
+        held = (getattr(module, key, None) for key in ("quant_state", "state"))
+        for outer in (*held, *states_of(module).values()):
             state = outer
-            while state is not None:
+            while hasattr(state, "__dict__"):
                 convert(vars(state))
                 state = getattr(state, "state2", None)
 
@@ -419,6 +424,18 @@ def _nf4(linear: nn.Linear) -> nn.Module:
         packed.support_avx512bf16_for_cpu = False
     for name, each in (("absmax", state.absmax), ("absmax2", inner.absmax)):
         packed.register_buffer(f"of_state_{name}", each)
+    return packed
+
+
+def _int8(linear: nn.Linear) -> nn.Module:
+    """Bitsandbytes' layer without outliers, whose number depends on the rows."""
+    import bitsandbytes as bnb
+
+    outputs, inputs = linear.weight.shape
+    packed: Any = bnb.nn.Linear8bitLt(inputs, outputs, False, has_fp16_weights=False)
+    packed.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), False)
+    packed.state.CB, packed.state.SCB = packed.weight.data, torch.empty(outputs)
+    packed.weight.CB, packed.bias = None, linear.bias
     return packed
 
 

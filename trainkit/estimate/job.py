@@ -143,7 +143,7 @@ def stored_as(quantization: Any) -> str | None:
 
 _DECIDE = {
     *("r", "target_modules", "exclude_modules", "target_parameters", "experts", "experts_r"),
-    *("modules_to_save", "dropout", "use_dora", "adapter_dtype"),
+    *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize_experts"),
 }
 """Keys of ``lora`` by which memory and time differ."""
 
@@ -180,7 +180,7 @@ class Job:
     """What is put into a model.
 
     Attributes:
-        base: what weights are kept in: bfloat16, float32, nf4, fp8.
+        base: what weights are kept in: bfloat16, float32, nf4, int8, fp8.
         in_fp8: roles of linear layers whose products run in fp8.
         fp8_head: the output layer's, too.
         ops: trainkit's kernels that run.

@@ -26,7 +26,14 @@ SUB_GROUP = 1e9
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: blocks of 64 with 8-bit scales, these in blocks of 256."""
 
-MATRIX_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "nf4": NF4, "fp8": 1.0}
+MATRIX_BYTES = {
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float32": 4.0,
+    "nf4": NF4,
+    "int8": 1.0,
+    "fp8": 1.0,
+}
 """What a number of the layers takes where ranks gather it."""
 
 RANK = 128

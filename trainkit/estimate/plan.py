@@ -26,7 +26,7 @@ class Plan:
     """One micro-batch of one GPU, and what surrounds it.
 
     Attributes:
-        base: what weights are kept in: bfloat16, float32, nf4, fp8.
+        base: what weights are kept in: bfloat16, float32, nf4, int8, fp8.
         adapters: None trains all weights.
         fp8: share of the layers' numbers whose forward products run in fp8, and that a frozen
             base has in fp8. None is 16 bits.

@@ -187,6 +187,8 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
     found = []
     if shape.stored not in (None, "nf4"):
         found.append(f"the files hold quantised weights ({shape.stored}); counted in model.dtype")
+    if recipe.lora is not None and recipe.lora.quantize == "int8":
+        found.append("lora.quantize: int8 has not been measured; counted as a byte a weight")
     if recipe.model.frozen:
         found.append("model.frozen is not counted: what does not train takes less")
     if recipe.training.get("torch_compile"):

@@ -167,7 +167,7 @@ def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
         active = min(forward / (2 * tokens * numbers), 1.0) if numbers else 0.0  # of experts
         low_rank = plan.element * tokens * widths * active * (1 + share / 3)
         total += rates.adapters * low_rank / moved
-    if plan.base == "nf4":
+    if plan.base in ("nf4", "int8"):
         linears = shape.total(lambda kind: sum(m.numbers for m in kind.matrices if not m.in_stack))
         total += rates.unpacking * linears * 2.5 * (2 + share) / moved
     total += _exchanged(plan) / (LINK * gpu.link * 1e9)
@@ -179,9 +179,10 @@ def _launched(plan: Plan) -> str:
     """The row of `HOST_LAYER`."""
     if plan.adapters is None:
         return "full" if plan.fp8 is None else "full, fp8"
-    if plan.fuses("lora_linear") and not plan.adapters.options.dropout:
+    dropout = plan.adapters.options.dropout
+    if plan.fuses("lora_linear") and not dropout and plan.base != "int8":
         return {"nf4": "nf4", "fp8": "fp8"}.get(plan.base, "lora")
-    return "peft, nf4" if plan.base == "nf4" else "peft"
+    return "peft, nf4" if plan.base in ("nf4", "int8") else "peft"
 
 
 def _micro_batch(plan: Plan, gpu: Gpu) -> float:

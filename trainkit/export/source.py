@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.checkpoint.merge.merge import own_base
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, verify_directory
 from trainkit.data import DataOptions
 from trainkit.data.messages import Conversation
@@ -93,6 +94,7 @@ class Source:
 
     Attributes:
         quantize: how its base was packed in training, or None.
+        quantize_experts: whether its experts were, too.
         compute_dtype: what a packed base was unpacked to, or None.
         template: what the server gets; None for a model of plain texts.
         named_templates: the tokenizer's others, such as ``tool_use``, which servers take for
@@ -103,6 +105,7 @@ class Source:
 
     paths: ModelPaths
     quantize: str | None
+    quantize_experts: bool
     compute_dtype: str | None
     template: str | None
     named_templates: Mapping[str, str]
@@ -174,11 +177,12 @@ def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -
     say("asking the trained model")
     held = run_settings(paths.run)
     quantize = held.quantize if paths.adapter is not None else None
+    is_packed = own_base(quantize) == "dequantized"
     with released():
         engine = load_engine(
             paths,
-            dtype="auto" if quantize == "nf4" else "float32",
-            quantize=quantize if quantize == "nf4" else None,
+            dtype="auto" if is_packed else "float32",
+            quantize=quantize if is_packed else None,
             any_base=any_base,
             say=say,
         )
@@ -198,6 +202,7 @@ def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -
     return Source(
         paths=paths,
         quantize=quantize,
+        quantize_experts=held.quantize_experts,
         compute_dtype=held.dtype if held.dtype != "auto" else None,
         template=None if is_text else served_template(tokenizer, options, variables),
         named_templates={} if is_text else named_templates(tokenizer, options, variables),
@@ -216,5 +221,6 @@ def _notes(prompts: Sequence[Prompt], policy: str, quantize: str | None) -> Iter
         yield "the run removed system prompts: what a system prompt does was not trained"
     elif policy != "keep":
         yield "the run gave every conversation one system prompt; it is in the template"
-    if quantize == "nf4":
-        yield "trained over a base in 4 bits; merged into its weights as training saw them"
+    if own_base(quantize) == "dequantized":
+        bits = 4 if quantize == "nf4" else 8
+        yield f"trained over a base in {bits} bits; merged into its weights as training saw them"

@@ -29,7 +29,7 @@ from trainkit.data.template import ChatTemplate
 from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base import pack, prove_base
-from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
+from trainkit.infer.locate import ModelPaths, run_settings, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
@@ -306,9 +306,9 @@ def load_engine(
 ) -> Engine:
     """Load what ``find_model`` found.
 
-    ``quantize``: ``nf4`` holds the base in 4 bits, ``fp8`` in 8 what its run had in 8, None as it
-    was saved. ``system`` is the prompt that the caller puts into conversations itself; it goes
-    before a system policy of the run.
+    ``quantize``: ``nf4`` holds the base in 4 bits, ``int8`` in 8, ``fp8`` in 8 what its run had
+    so, None as it was saved. ``system`` is the prompt that the caller puts into conversations
+    itself; it goes before a system policy of the run.
 
     Raises:
         ModelError: something cannot be loaded.
@@ -331,7 +331,8 @@ def load_engine(
             refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
         from trainkit.lora.quant import packs_experts
 
-        late = packed_kind(quantize).convert is not None or packs_experts(source)
+        packs = run_settings(paths.run).quantize_experts and packs_experts(source, quantize)
+        late = packed_kind(quantize).convert is not None or packs
         packing = (
             None if late else quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
         )

@@ -151,14 +151,16 @@ class RunSettings:
     """What a run's own recipe says that a later command must know.
 
     Attributes:
-        quantize: ``nf4``, ``fp8``, or None for plain weights.
+        quantize: ``nf4``, ``int8``, ``fp8``, or None for plain weights.
         dtype: of the weights in memory, or None where it is not known.
         trust_remote_code: the run ran code that came with its model.
+        quantize_experts: experts were kept so, too, where their kind can be.
     """
 
     quantize: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
+    quantize_experts: bool = True
 
 
 def run_settings(run: Path | None) -> RunSettings:
@@ -170,7 +172,10 @@ def run_settings(run: Path | None) -> RunSettings:
         return RunSettings()
     recipe = load_recipe(resolved).recipe
     model, lora = recipe.model, recipe.lora
-    return RunSettings(lora.quantize if lora else None, model.dtype, model.trust_remote_code)
+    if lora is None:
+        return RunSettings(None, model.dtype, model.trust_remote_code)
+    experts = lora.quantize_experts
+    return RunSettings(lora.quantize, model.dtype, model.trust_remote_code, experts)
 
 
 def _check_is_no_checkpoint(directory: Path) -> None:

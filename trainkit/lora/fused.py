@@ -113,7 +113,8 @@ def _why_other_arithmetic(layer: Any) -> str | None:
 
 
 def _why_unreadable(base: Any) -> str | None:
-    if kind_of(base) is None:
+    kind = kind_of(base)
+    if kind is None or kind.unpacker is None:
         return f"its base layer is {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "its base layer is trained"
@@ -125,6 +126,7 @@ def read(layer: nn.Module) -> Projection:
     base: Any = layer.base_layer if isinstance(layer, LoraLayer) else layer
     kind = kind_of(base)
     assert kind is not None  # `why_unfused` returned None
+    assert kind.unpacker is not None
     unpack = kind.unpacker(base)
     if not isinstance(layer, LoraLayer):
         return Projection(base.weight, base.bias, unpack=unpack)

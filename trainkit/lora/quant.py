@@ -37,8 +37,10 @@ def refuse_unfit_device(quantize: str, device: torch.device) -> None:
         )
 
 
-def packs_experts(source: ModelOptions) -> bool:
+def packs_experts(source: ModelOptions, quantize: str) -> bool:
     """Whether there are experts to pack, which transformers' own loading leaves as they are."""
+    if not packed_kind(quantize).packs_experts:
+        return False
     empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
     return bool(expert_parameters(empty))
 

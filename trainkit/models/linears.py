@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class LinearKind:
         name: of the kind; ``lora.quantize`` names those that ``loading`` can make.
         recognises: whether a module is of this kind.
         unpacker: how to read the layer's weight: storage in, (N, K) in the wanted dtype out; None
-            where the weight is stored as it is.
+            where the weight is stored as it is. A kind without one multiplies by itself alone.
         num_weights: how many weights a parameter of this kind stands for; None for another kind's.
         loading: the ``quantization_config`` for ``from_pretrained`` by compute dtype, or None.
         prepare: makes a loaded layer fit for training, where it is not.
@@ -43,11 +44,12 @@ class LinearKind:
         adapter: the name of peft's class for a layer of this kind with an adapter.
         packages: what the kind's numbers depend on, beyond torch.
         quantizes_rows: whether its forward product takes its input's rows in e4m3.
+        packs_experts: whether experts in stacks can be kept so, too.
     """
 
     name: str
     recognises: Callable[[nn.Module], bool]
-    unpacker: Callable[[Any], Unpack | None]
+    unpacker: Callable[[Any], Unpack | None] | None
     num_weights: Callable[[nn.Parameter], int | None]
     loading: Callable[[torch.dtype], Any] | None = None
     prepare: Callable[[Any], None] | None = None
@@ -55,6 +57,7 @@ class LinearKind:
     adapter: str = "Linear"
     packages: tuple[str, ...] = ()
     quantizes_rows: bool = False
+    packs_experts: bool = False
 
     @property
     def packs(self) -> bool:
@@ -189,21 +192,41 @@ def _nf4_num_weights(parameter: nn.Parameter) -> int | None:
     return None if state is None else int(state.shape.numel())
 
 
-def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """The storage has the compute dtype: ZeRO-3 and FSDP shard floating parameters only."""
+def _bitsandbytes(**settings: Any) -> BitsAndBytesConfig:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             "a quantised base needs bitsandbytes, which is not installed",
             where="lora.quantize",
             fix="pip install 'trainkit[qlora]'",
         )
-    return BitsAndBytesConfig(
+    return BitsAndBytesConfig(**settings)
+
+
+def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The storage has the compute dtype: ZeRO-3 and FSDP shard floating parameters only."""
+    return _bitsandbytes(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,  # quantises the scales, too: 0.37 bit a weight less
         bnb_4bit_compute_dtype=compute_dtype,
         bnb_4bit_quant_storage=compute_dtype,
     )
+
+
+def _is_int8(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Linear8bitLt" and kind.__module__.startswith("bitsandbytes")
+
+
+def _int8_num_weights(parameter: nn.Parameter) -> int | None:
+    return parameter.numel() if type(parameter).__name__ == "Int8Params" else None
+
+
+def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Rounded from fp16, as it multiplies: each call would warn of a cast."""
+    del compute_dtype
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return _bitsandbytes(load_in_8bit=True)
 
 
 def _is_fp8(module: nn.Module) -> bool:
@@ -250,6 +273,16 @@ LINEARS: Mapping[str, LinearKind] = {
             _nf4_prepare,
             adapter="Linear4bit",
             packages=("bitsandbytes",),
+            packs_experts=True,
+        ),
+        LinearKind(
+            "int8",  # LLM.int8: the rows of the input in int8, too, but for columns of outliers
+            recognises=_is_int8,
+            unpacker=None,
+            num_weights=_int8_num_weights,
+            loading=_int8_loading,
+            adapter="Linear8bitLt",
+            packages=("bitsandbytes",),
         ),
         LinearKind(
             "fp8",
@@ -258,6 +291,7 @@ LINEARS: Mapping[str, LinearKind] = {
             num_weights=lambda parameter: None,  # a byte each
             convert=_quantize_to_fp8,
             quantizes_rows=True,
+            packs_experts=True,
         ),
         LinearKind(
             "fp8_trained",  # 16 bits, multiplied in 8; see `models.fp8`

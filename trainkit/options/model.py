@@ -385,7 +385,7 @@ NOT_TAKEN: Mapping[str, str] = {
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output one."""
 
-Quantized = Literal["nf4", "fp8"]
+Quantized = Literal["nf4", "int8", "fp8"]
 """What a frozen base can be kept in; the rows of ``models.linears.LINEARS`` that can be loaded."""
 
 QUANTIZED: tuple[str, ...] = get_args(Quantized)
@@ -419,7 +419,12 @@ class LoraOptions(Section):
     )
     exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
     quantize: Quantized | None = Field(
-        None, description="nf4 keeps the frozen base in 4 bits (QLoRA); fp8 in 8, multiplied so."
+        None,
+        description="nf4 keeps the frozen base in 4 bits (QLoRA); int8 in 8 (LLM.int8); fp8 in 8, "
+        "multiplied so.",
+    )
+    quantize_experts: bool = Field(
+        True, description="nf4 and fp8 keep a mixture's experts so, too; int8 never does."
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
@@ -474,6 +479,12 @@ class LoraOptions(Section):
                     f"{key} reads the base's own weights, and they are fp8 codes",
                     f"remove lora.{key}, or lora.quantize",
                 )
+        if self.quantize == "fp8" and not self.quantize_experts:
+            raise broken_rule(
+                "lora.quantize_experts",
+                "experts in 16 bits have been held against a plain run under nf4 and int8 alone",
+                "remove it, or set lora.quantize: nf4",
+            )
         init = self.init_lora_weights
         if isinstance(init, bool):
             return self

@@ -310,6 +310,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove lora.quantize, or parallel.pipeline",
     ),
     Refusal(
+        "lora.quantize",
+        lambda one: one.quantize == "int8" and one.shard != NONE,
+        "codes in int8 are whole numbers, where shards are floats, and bitsandbytes takes none "
+        "back from a checkpoint of DeepSpeed's",
+        "remove parallel.shard, so that each GPU holds the base; or set lora.quantize: nf4",
+    ),
+    Refusal(
         "model.dtype",
         lambda one: (
             one.pipeline > 1 and (one.model_dtype == "float16" or bool(one.of_training("fp16")))

@@ -262,8 +262,9 @@ def _loaded(
         with loading_whole():
             empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
             quant.refuse_read_weights(empty, quantize)
-            has_experts = bool(expert_parameters(empty))
-        if has_experts and (device is None or reads_parts is not None):
+            packs = packed_kind(quantize).packs_experts and lora.quantize_experts
+            packs_experts = packs and bool(expert_parameters(empty))
+        if packs_experts and (device is None or reads_parts is not None):
             raise RecipeError(
                 f"experts in {quantize} are whole on each GPU: codes of a stack have not been "
                 "proved in parts",
@@ -272,7 +273,7 @@ def _loaded(
             )
         if packed_kind(quantize).convert is not None:
             return quant.packed_base(source, quantize, lora, fp8, here, attention, loading_whole)
-        if has_experts:
+        if packs_experts:
             return quant.base_with_packed_experts(source, lora, here, attention), None
         quantization = quantization_config(quantize, dtype_of(source))
     # Adapters may begin from the base's weights, or be around more than its linear maps.

@@ -24,7 +24,6 @@ from trainkit.checkpoint.merge.merged_weights import (
     Packing,
     change_of,
     quantized_names,
-    through_nf4,
 )
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
 from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
@@ -52,7 +51,7 @@ _OTHER: Mapping[Base, Base] = {"original": "dequantized", "dequantized": "origin
 
 def own_base(quantize: str | None) -> Base:
     """The base that an adapter is used on, and merged into by default."""
-    return "dequantized" if quantize == "nf4" else "original"
+    return "dequantized" if quantize in ("nf4", "int8") else "original"
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,9 @@ class MergeOptions:
     """How to merge.
 
     Attributes:
-        quantize: ``nf4`` or ``fp8`` if the adapter was trained over such a base; None if over plain
-            weights.
+        quantize: ``nf4``, ``int8`` or ``fp8`` if the adapter was trained over such a base; None if
+            over plain weights.
+        quantize_experts: whether experts were kept so, too.
         compute_dtype: with ``quantize``, what training loaded the base in and unpacked it to; None
             takes what config.json says, else bfloat16.
         base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
@@ -73,6 +73,7 @@ class MergeOptions:
     """
 
     quantize: str | None = None
+    quantize_experts: bool = True
     compute_dtype: str | None = None
     base: Base = "original"
     dtype: str | None = None
@@ -148,14 +149,17 @@ def merge_adapter(
                 if packing is not None and not by_peft:
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
-                # bitsandbytes loads nf4; over fp8 an adapter is used on the plain base.
-                seen_in = packing.compute_dtype if packing and packing.quantize == "nf4" else None
+                # Over fp8 an adapter is used on the plain base. bitsandbytes loads nf4; its int8
+                # products would round what they multiply, too.
+                is_seen = packing is not None and own_base(packing.quantize) == "dequantized"
+                by_names = by_peft or options.quantize == "int8"
                 parity = compare_with_adapter(
                     base,
                     adapter.directory,
                     staging,
-                    packed_from=seen_in,
-                    packed=packing.names if packing and by_peft else (),
+                    packed_from=packing.compute_dtype if packing and is_seen else None,
+                    packed=packing.names if packing and by_names else (),
+                    through=THROUGH.get(str(options.quantize)),
                     other=other,
                     trusted=trusted,
                 )
@@ -184,7 +188,11 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
         raise CheckpointError(f"quantisation {options.quantize!r} is not known; {known} are")
     own = str(config.get("torch_dtype", config.get("dtype")))
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
-    names = quantized_names(base, trust_remote_code=options.trust_remote_code)
+    names = quantized_names(
+        base,
+        experts=options.quantize_experts and options.quantize != "int8",
+        trust_remote_code=options.trust_remote_code,
+    )
     return Packing(options.quantize, names, dtype, options.base)
 
 
@@ -276,7 +284,8 @@ class PeftWeights:
         if packing is not None and packing.base == "dequantized":
             for name, parameter in model.named_parameters():
                 if name in packing.names:
-                    parameter.data = through_nf4(parameter.data, packing.compute_dtype).float()
+                    through = THROUGH[packing.quantize]
+                    parameter.data = through(parameter.data, packing.compute_dtype).float()
         self._merged = _merged(model, adapter)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         tied = {"lm_head.weight"}

@@ -23,10 +23,13 @@ from trainkit.kernels.fp8.linear import Fp8Weight
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
 
-def quantized_names(directory: Path, *, trust_remote_code: bool = False) -> set[str]:
+def quantized_names(
+    directory: Path, *, experts: bool = True, trust_remote_code: bool = False
+) -> set[str]:
     """The weights that a quantised base packs: those of linear layers, but not the output one.
 
-    And of experts, with which routers stay as they are. The model is built without memory.
+    And, with ``experts``, theirs, where routers stay as they are. The model is built without
+    memory.
     """
     from transformers import AutoConfig
 
@@ -39,7 +42,7 @@ def quantized_names(directory: Path, *, trust_remote_code: bool = False) -> set[
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 and holds_experts(name, module)
+        if experts and parameter.dim() == 3 and holds_experts(name, module)
     }
     stay = ROUTERS if stacks else ()
     return stacks | {
@@ -62,6 +65,13 @@ def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     return Fp8Weight(scales)(codes.view(torch.uint8), compute_dtype).view(weight.shape)
 
 
+def through_int8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """Round each row to 8 bits, from fp16 as bitsandbytes does; what its products stand for."""
+    rows = weight.to(compute_dtype).half().float()
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows * (127.0 / scales)).round() * (scales / 127.0)
+
+
 def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """Pack to nf4 with packed scales and unpack again, as a QLoRA run's forward does."""
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -81,6 +91,7 @@ def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
 
 THROUGH: Mapping[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "nf4": through_nf4,
+    "int8": through_int8,
     "fp8": through_fp8,
 }
 """By ``lora.quantize``: a weight (N, K) and the dtype it was loaded in, to what training saw."""

@@ -5,7 +5,7 @@ arithmetic of a dtype.
 """
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.merge.merged_weights import through_nf4
 from trainkit.checkpoint.weights.adapter import read_adapter_config
 from trainkit.checkpoint.weights.export import TensorSource
 from trainkit.checkpoint.weights.plain_files import read_config
@@ -101,6 +100,7 @@ def compare_with_adapter(
     *,
     packed_from: torch.dtype | None = None,
     packed: Collection[str] = (),
+    through: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     other: TensorSource | None = None,
     prompts: Sequence[str] = PROMPTS,
     trusted: bool = False,
@@ -111,10 +111,11 @@ def compare_with_adapter(
         base: model directory.
         adapter: adapter directory.
         merged: model directory with the tokenizer.
-        packed_from: for a base that was trained in 4 bits: the dtype that it was packed from and
-            is unpacked to.
+        packed_from: for a base that was trained in 4 or 8 bits: the dtype that it was packed from
+            and is unpacked to.
         packed: then, the weights that were packed, where bitsandbytes cannot load them so: they
             are taken through it.
+        through: takes a weight through it.
         other: the weights of the merge that was not chosen, to show its error too.
         prompts: texts; without a tokenizer next to the model, fixed token ids are used.
         trusted: run code that comes with the model.
@@ -125,8 +126,8 @@ def compare_with_adapter(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with _loaded(base, device, None if packed else packed_from, trusted) as plain:
         for name, parameter in plain.named_parameters():
-            if packed_from is not None and name in packed:
-                parameter.data = through_nf4(parameter.data, packed_from).float()
+            if packed_from is not None and through is not None and name in packed:
+                parameter.data = through(parameter.data, packed_from).float()
         _match_vocabulary(plain, merged)
         names = (name for name, _ in plain.named_modules())
         refuse_endless(read_adapter_config(adapter, with_peft=True), names, adapter)

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 System = Annotated[str | None, typer.Option(help="The system prompt.")]
 Quantize = Annotated[
-    Literal["auto", "none", "nf4", "fp8"],
+    Literal["auto", "none", "nf4", "int8", "fp8"],
     typer.Option(
         help="How the model's linear layers are held: none, as they were saved; nf4, in 4 bits; "
-        "fp8, in 8, those that an fp8 run had so; auto: nf4 where the adapter was trained over it."
+        "int8, in 8; fp8, in 8, those that an fp8 run had so; auto: nf4 or int8 where the adapter "
+        "was trained over it."
     ),
 ]
 

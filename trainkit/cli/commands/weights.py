@@ -49,7 +49,8 @@ def merge(
         Literal["dequantized", "original"] | None,
         typer.Option(
             help="For an adapter trained over a quantised base: merge into the weights that "
-            "training saw (dequantized; the default over nf4) or into the original ones (over fp8)."
+            "training saw (dequantized; the default over nf4 and int8) or into the original ones "
+            "(over fp8)."
         ),
     ] = None,
     base_model: BaseModel = None,
@@ -97,6 +98,7 @@ def merge(
     quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
         quantize=quantize,
+        quantize_experts=settings.quantize_experts,
         compute_dtype=settings.dtype if settings.dtype != "auto" else None,
         base=base or own_base(quantize),
         dtype=dtype,
