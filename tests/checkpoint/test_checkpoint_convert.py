@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
 from transformers import AutoModelForCausalLM
 
-from trainkit.checkpoint.convert import glm_formats
+from trainkit.checkpoint.convert import glm_formats, layers, rope
 from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 from trainkit.checkpoint.convert.glm_formats import FORMATS
 from trainkit.checkpoint.convert.proof import prove_same_function
@@ -169,7 +169,7 @@ def test_other_geometries(overrides, tmp_path):
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 2), (32, 8), (32, 16), (32, 32)])
 def test_any_base_comes_back_as_it_was(theta, head_dim, rotary_dim):
     """Not the nearest whole number: the config of the source would not be found again."""
-    from trainkit.checkpoint.convert.keymap import full_base, read_back, rope_scaling
+    from trainkit.checkpoint.convert.rope import full_base, read_back, rope_scaling
 
     scaling = rope_scaling(theta, head_dim, rotary_dim, FAR)
     base = full_base(theta, head_dim, rotary_dim)
@@ -236,7 +236,7 @@ def test_what_is_exact_is_converted_and_goes_back(layout, kind, tmp_path):
             for part in "qkv":
                 getattr(layer.self_attn, f"{part}_proj").bias.data.zero_()
     elif kind == "tied-and-stored":
-        written_twice(source, glm_formats._HEAD_AND_EMBEDDING[layout])
+        written_twice(source, layers.OUTSIDE[layout][::-2])
         change_config(source, {"tie_word_embeddings": True})
     elif kind == "fp64":
         in_fp64(source)
@@ -269,23 +269,17 @@ def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value, said
 
 @pytest.mark.parametrize("kind", ["order", "bias", "rope"])
 def test_proof_catches_a_wrong_conversion(glm_directory, tmp_path, monkeypatch, kind):
-    from trainkit.checkpoint.convert import keymap
-
     if kind == "order":  # the published script's mistake in another form: no reordering at all
         monkeypatch.setattr(
-            glm_formats, "interleaved_to_half_order", lambda head_dim: tuple(range(head_dim))
+            layers, "interleaved_to_half_order", lambda head_dim: tuple(range(head_dim))
         )
     elif kind == "bias":  # weights reordered, biases forgotten
-        apply = keymap.PermuteHeadRows._apply
-        monkeypatch.setattr(
-            keymap.PermuteHeadRows,
-            "_apply",
-            lambda self, t, order: t if t.dim() == 1 else apply(self, t, order),
-        )
+        apply = layers.reordered
+        monkeypatch.setattr(layers, "reordered", lambda t, o: t if t.dim() == 1 else apply(t, o))
     else:  # GLM's base over all pairs, as the published script writes it
         monkeypatch.setattr(glm_formats, "full_base", lambda theta, *_: theta)
-        monkeypatch.setattr(keymap, "full_base", lambda theta, *_: theta)
-        monkeypatch.setattr(keymap, "longrope_factors", lambda *_: [1.0] * 16)
+        monkeypatch.setattr(rope, "full_base", lambda theta, *_: theta)
+        monkeypatch.setattr(rope, "longrope_factors", lambda *_: [1.0] * 16)
     with pytest.raises(CheckpointError, match="not exact"):
         convert_model(glm_directory, tmp_path / "t", "qwen2", ConvertOptions())
     assert list(tmp_path.iterdir()) == []

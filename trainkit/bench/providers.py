@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.checkpoint.convert.keymap import full_base, rope_scaling
+from trainkit.checkpoint.convert.rope import full_base, rope_scaling
 from trainkit.estimate.shape import NAMED
 
 

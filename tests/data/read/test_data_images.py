@@ -1,7 +1,6 @@
 """Images of rows: files good and bad, the ways rows name them, the tokens that stand for them."""
 
 import base64
-import io
 import json
 import random
 import struct
@@ -541,13 +540,6 @@ def test_images_decide_which_rows_are_alike(folder, qwen):
     figures = measure(data)
     assert figures.duplicates == 1
     assert figures.images == 3
-
-
-def test_read_bytes_are_whole(folder, qwen):
-    stream = io.BytesIO()
-    make_image(20, 30).save(stream, "PNG")
-    data, _ = prepared(folder, [ask("<image>?", images=["a.png"])], qwen)
-    assert data[0]["images"][0].read() == (folder / "a.png").read_bytes()
 
 
 # -- templates as models bring them ----------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from trainkit.data.files import MARKS, UNREADABLE, decode, read_rows, resolve_files, unread_files
+from trainkit.data.files import MARKS, UNREADABLE, decode, read_rows, resolve_files
 from trainkit.errors import DataError
 
 ROWS = [
@@ -32,10 +32,6 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 def test_json_lines_with_blank_lines_bom_and_crlf(write):
     path = write(b"\xef\xbb\xbf\n" + LINES.replace(b"\n", b"\r\n\r\n"))
     assert read(path) == [(2, ROWS[0]), (4, ROWS[1]), (6, ROWS[2])]
-
-
-def test_json_file_with_lines(write):
-    assert read(write(LINES, "x.json")) == list(enumerate(ROWS, 1))
 
 
 def test_lists_may_be_rows_of_json_lines(write):
@@ -98,14 +94,6 @@ def test_a_row_of_exactly_the_limit_is_kept(write):
     assert [row for _, row in read(path, limit - 1)].count("row_too_large") == 1
 
 
-def test_gz_and_zst(write):
-    import zstandard
-
-    assert read(write(gzip.compress(LINES), "x.jsonl.gz")) == list(enumerate(ROWS, 1))
-    compressed = zstandard.ZstdCompressor().compress(LINES)
-    assert read(write(compressed, "x.jsonl.zst")) == list(enumerate(ROWS, 1))
-
-
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
@@ -123,7 +111,7 @@ def test_every_container_is_read_in_any_case(write, tmp_path, compression, suffi
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:40] + data[60:]])
 def test_damaged_compressed_files_are_errors(write, suffix, damage):
     packed = PACKED[suffix](b"".join(b'{"a": %d}\n' % n for n in range(5000)))
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"too early|cannot be read"):
         read(write(damage(packed), f"x.jsonl{suffix}"))
 
 
@@ -138,35 +126,6 @@ def test_files_of_other_kinds_are_refused_by_name(write, suffix):
 def test_a_file_that_is_no_text_is_called_what_it_is(write, mark):
     with pytest.raises(DataError, match=re.escape(MARKS[mark])):
         read(write(mark + b" and more", "x.jsonl"))
-
-
-def test_a_directory_without_data_names_what_it_holds(write, tmp_path):
-    write(b"x", "rows.tsv")
-    write(b"x", "notes.md")
-    with pytest.raises(DataError, match=r"notes\.md, rows\.tsv"):
-        resolve_files(str(tmp_path))
-
-
-def test_every_visible_file_of_a_directory_is_read_or_named(write, tmp_path):
-    for name in ("a.JSONL", "b.jsonl.zip", "README.md", ".cache/c.jsonl", "sub/.d/e.jsonl"):
-        write(LINES, name)
-    read_or_not = (resolve_files(str(tmp_path)), unread_files(str(tmp_path)))
-    assert [[f.name for f in files] for files in read_or_not] == [
-        ["a.JSONL"],
-        ["README.md", "b.jsonl.zip"],
-    ]
-
-
-def test_cut_compressed_files_are_errors(write):
-    import zstandard
-
-    big = LINES * 2000
-    with pytest.raises(DataError, match=r"too early|cannot be read"):
-        read(write(gzip.compress(big)[:-20], "x.jsonl.gz"))
-    with pytest.raises(DataError):
-        read(write(gzip.compress(b"x")[3:], "y.jsonl.gz"))
-    with pytest.raises(DataError, match="ZSTD"):
-        read(write(b"(\xb5/\xfd" + zstandard.ZstdCompressor().compress(big)[8:], "x.jsonl.zst"))
 
 
 def test_parquet_loses_the_nulls_a_schema_adds(tmp_path):

@@ -8,7 +8,7 @@ from tiny import make_tokenizer
 from trainkit.data import DataOptions, Source
 from trainkit.data.encode import Encoder
 from trainkit.data.masking import MaskFinder
-from trainkit.data.messages import Conversation, Message, RowError
+from trainkit.data.messages import Conversation, Message
 from trainkit.data.prompt import PromptRenderer, conversation_of
 from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError, ModelError, RecipeError
@@ -397,7 +397,3 @@ def test_options_are_checked():
     for field, value in [("mask", "x"), ("truncation", "x"), ("thinking", "x"), ("max_length", 1)]:
         with pytest.raises(RecipeError, match=f"data.{field}"):
             DataOptions().replace(**{field: value})
-
-
-def test_row_error_reads_well():
-    assert str(RowError("why", "turn 1")) == "why: turn 1"

@@ -15,13 +15,11 @@ import torch
 
 from trainkit.checkpoint.convert.glm_formats import (
     FORMATS,
-    Geometry,
     GlmSource,
     detect_format,
-    keymap_to_qwen2,
     qwen2_shape,
 )
-from trainkit.checkpoint.convert.keymap import Keymap, Step
+from trainkit.checkpoint.convert.layers import COMPUTED, Geometry, check_names, converted
 from trainkit.checkpoint.convert.proof import Proof, prove_same_function
 from trainkit.checkpoint.weights.companions import carry_companions
 from trainkit.checkpoint.weights.export import DTYPES, cast, dtype_named
@@ -76,17 +74,23 @@ def convert_model(
     config = read_config(source)
     source_format = detect_format(config)
     geometry = FORMATS[source_format].geometry(config)
-    keymap = _keymap_between(source_format, target_format, geometry)
+    if (source_format == "qwen2") == (target_format == "qwen2"):
+        raise CheckpointError(
+            f"from {source_format} to {target_format} there is nothing to convert"
+        )
     with WeightsReader(source) as files:
         reader = GlmSource(files, source_format, config, geometry)
-        steps = keymap.steps(geometry.num_layers, reader.tensors)
-        plan = _plan(steps, reader, dtype_named(options.dtype))
+        check_names(reader.tensors, source_format, geometry)
+        plan = _plan(reader, target_format, geometry, dtype_named(options.dtype))
         _check_shapes(plan if target_format == "qwen2" else reader.tensors.values(), geometry)
         free_space_check(target, sum(info.num_bytes for info in plan))
         metadata = {"kind": "conversion", "from": source_format, "to": target_format}
         with staged_directory(target, metadata=metadata) as staging:
             progress(f"writing {len(plan)} tensors")
-            _write(steps, reader, staging, plan, options.max_shard_bytes)
+            dtypes, size = {info.name: info.dtype for info in plan}, options.max_shard_bytes
+            with WeightsWriter(staging, plan, max_shard_bytes=size) as writer:
+                for name, tensor in converted(source_format, target_format, geometry, reader.load):
+                    writer.write(name, cast(name, tensor, dtypes[name]))
             new_config = _new_config(config, target_format, geometry, plan)
             write_json(staging / "config.json", new_config)
             companions = carry_companions(source, staging, config, new_config)
@@ -100,11 +104,7 @@ def convert_model(
                 "to": target_format,
                 "dtype": options.dtype or "as in the source",
                 "source_config": config,
-                "left_out": {
-                    name: reason
-                    for name in files.tensors
-                    if (reason := keymap.left_reason(name)) is not None
-                },
+                "left_out": [name for name in files.tensors if COMPUTED.fullmatch(name)],
                 "companions": companions,
                 "proof": proof.to_dict() if proof else None,
             }
@@ -112,35 +112,28 @@ def convert_model(
     return Conversion(target, len(plan), proof)
 
 
-def _keymap_between(source_format: str, target_format: str, geometry: Geometry) -> Keymap:
-    if target_format == "qwen2" and source_format != "qwen2":
-        return keymap_to_qwen2(source_format, geometry)
-    if (source_format, target_format) == ("qwen2", "glm"):
-        return keymap_to_qwen2(target_format, geometry).inverted()
-    raise CheckpointError(f"from {source_format} to {target_format} there is nothing to convert")
-
-
-def _plan(steps: Sequence[Step], reader: GlmSource, dtype: torch.dtype | None) -> list[TensorInfo]:
+def _plan(
+    reader: GlmSource, target_format: str, geometry: Geometry, dtype: torch.dtype | None
+) -> list[TensorInfo]:
     """The shapes of the result, from the shapes of the source."""
-    plan = []
-    for step in steps:
-        shadows = [
-            torch.empty(info.shape, dtype=dtype or info.dtype, device="meta")
-            for info in (reader.tensors[name] for name in step.source)
+    last: list[TensorInfo] = []
+
+    def shadow(name: str) -> torch.Tensor:
+        info = reader.tensors[name]
+        last[:] = [info]
+        return torch.empty(info.shape, dtype=dtype or info.dtype, device="meta")
+
+    try:
+        return [
+            TensorInfo(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in converted(reader.layout, target_format, geometry, shadow)
         ]
-        try:
-            results = step.transform.forward(shadows)
-        except (RuntimeError, ValueError) as error:
-            shapes = ", ".join(f"{name} {list(reader.tensors[name].shape)}" for name in step.source)
-            raise CheckpointError(
-                f"{shapes} does not fit the sizes of config.json ({error})",
-                where=str(reader.directory),
-            ) from None
-        plan += [
-            TensorInfo(name, result.dtype, tuple(result.shape))
-            for name, result in zip(step.target, results, strict=True)
-        ]
-    return plan
+    except (RuntimeError, ValueError) as error:
+        (info,) = last
+        raise CheckpointError(
+            f"{info.name} {list(info.shape)} does not fit the sizes of config.json ({error})",
+            where=str(reader.directory),
+        ) from None
 
 
 def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
@@ -159,21 +152,6 @@ def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
                 f"make it {list(wanted)}",
                 fix="check that config.json and the weights belong together",
             )
-
-
-def _write(
-    steps: Sequence[Step],
-    reader: GlmSource,
-    staging: Path,
-    plan: Sequence[TensorInfo],
-    max_shard_bytes: int,
-) -> None:
-    dtypes = {info.name: info.dtype for info in plan}
-    with WeightsWriter(staging, plan, max_shard_bytes=max_shard_bytes) as writer:
-        for step in steps:
-            results = step.transform.forward([reader.load(name) for name in step.source])
-            for name, result in zip(step.target, results, strict=True):
-                writer.write(name, cast(name, result, dtypes[name]))
 
 
 def _new_config(

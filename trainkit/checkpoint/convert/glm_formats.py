@@ -7,75 +7,15 @@ spells the sizes and which of its switches must have which value. Any row's conf
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trainkit.checkpoint.convert.keymap import (
-    Copy,
-    Each,
-    Keymap,
-    Left,
-    PermuteHeadRows,
-    Rule,
-    SplitRows,
-    Then,
-    full_base,
-    interleaved_to_half_order,
-    read_back,
-    rope_scaling,
-)
+from trainkit.checkpoint.convert.layers import OUTSIDE, PROJECTIONS, Geometry, in_layer
+from trainkit.checkpoint.convert.rope import full_base, read_back, rope_scaling
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.errors import CheckpointError
-
-# Far above any model; a config that asks for more would only keep this machine busy.
-_LARGEST = {"num_layers": 10_000, "head_dim": 8192}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The sizes that a conversion needs, independent of how a config spells them.
-
-    Attributes:
-        rotary_dim: how many of them the rotary embedding turns.
-        is_tied: the output matrix is the embedding.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float
-    rms_norm_eps: float
-    is_tied: bool
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no such model can have."""
-        for size in fields(self):
-            if size.type is int and getattr(self, size.name) <= 0:
-                raise CheckpointError(f"config.json: {size.name} must be positive")
-        for name, largest in _LARGEST.items():
-            if getattr(self, name) > largest:
-                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, not possible")
-        if self.num_heads * self.head_dim != self.hidden_size:
-            raise CheckpointError(
-                f"{self.num_heads} heads of {self.head_dim} do not make up the hidden size "
-                f"{self.hidden_size}, which Qwen2 takes for granted"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
-                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads"
-            )
-        if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            raise CheckpointError(
-                f"rotary embedding over {self.rotary_dim} of {self.head_dim} dimensions"
-            )
 
 
 @dataclass(frozen=True)
@@ -296,18 +236,8 @@ def detect_format(config: Mapping[str, Any]) -> str:
 # Qwen2's q, k and v have biases. A GLM without them is the same function with biases of zero. A
 # model that ties its output matrix to its embeddings and stores it all the same stores it twice.
 
-_HEAD_AND_EMBEDDING = {
-    "chatglm": ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight"),
-    "glm": ("lm_head.weight", "model.embed_tokens.weight"),
-    "qwen2": ("lm_head.weight", "model.embed_tokens.weight"),
-}
 # With the value where it is absent; configs of GLM are too often written without it.
 _BIAS_SWITCH = {"chatglm": ("add_qkv_bias", False), "glm": ("attention_bias", None)}
-_PROJECTIONS = {
-    "chatglm": ("transformer.encoder.layers.{}.self_attention.query_key_value",),
-    "glm": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
-    "qwen2": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
-}
 
 
 class GlmSource:
@@ -316,7 +246,7 @@ class GlmSource:
     def __init__(
         self, reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry
     ) -> None:
-        self._reader = reader
+        self._reader, self.layout = reader, layout
         self.directory = reader.directory
         self._zeros = _missing_biases(reader, layout, config, geometry)
         doubled = _doubled_head(reader, layout, geometry)
@@ -347,9 +277,9 @@ def _missing_biases(
     reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry
 ) -> dict[str, TensorInfo]:
     wanted = {
-        f"{module.format(layer)}.bias"
+        in_layer(layout, layer, f"{module}.bias")
         for layer in range(geometry.num_layers)
-        for module in _PROJECTIONS[layout]
+        for module in PROJECTIONS[layout]
     }
     present = wanted & reader.tensors.keys()
     said = _has_biases(layout, config)
@@ -370,7 +300,7 @@ def _missing_biases(
 
 
 def _doubled_head(reader: WeightsReader, layout: str, geometry: Geometry) -> str | None:
-    head, embedding = _HEAD_AND_EMBEDDING[layout]
+    embedding, _, head = OUTSIDE[layout]
     if not geometry.is_tied or not {head, embedding} <= reader.tensors.keys():
         return None
     if not torch.equal(reader.load(head), reader.load(embedding)):
@@ -380,36 +310,6 @@ def _doubled_head(reader: WeightsReader, layout: str, geometry: Geometry) -> str
             fix="say tie_word_embeddings: false if the model has its own output matrix",
         )
     return head
-
-
-# GLM-4-9B to Qwen2 and back: the tables of tensor names and what happens to each.
-#
-# The fused projections are taken apart, and the rows of q and k are reordered so that Qwen2's
-# rotary pairing meets GLM's (``partial_rope`` has the derivation). v and the output projection stay
-# as they are, since the reordering cancels in the product of q and k.
-
-
-def keymap_to_qwen2(source: str, geometry: Geometry) -> Keymap:
-    """The table from a GLM layout to Qwen2; ``.inverted()`` is the way back."""
-    deinterleave = PermuteHeadRows(interleaved_to_half_order(geometry.head_dim))
-    gate_and_up = SplitRows((geometry.intermediate_size,) * 2)  # the gate comes first
-    rows = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    if source == "glm":
-        rules = _glm_rules(deinterleave, gate_and_up)
-        left: tuple[Left, ...] = ()
-    else:
-        q_k_v = Then(SplitRows((rows[0], rows[1], rows[1])), Each((deinterleave,) * 2 + (Copy(),)))
-        rules = _chatglm_rules(q_k_v, gate_and_up)
-        left = (
-            Left(r"transformer\.rotary_pos_emb\.inv_freq", "computed from the config"),
-            Left(
-                r"transformer\.encoder\.layers\.\d+\.self_attention\.rotary_emb\.inv_freq",
-                "computed from the config",
-            ),
-        )
-    if geometry.is_tied:
-        rules = tuple(rule for rule in rules if rule.target != ("lm_head.weight",))
-    return Keymap(f"{source} to qwen2", rules, left)
 
 
 def qwen2_shape(name: str, geometry: Geometry) -> tuple[int, ...]:
@@ -434,71 +334,3 @@ def qwen2_shape(name: str, geometry: Geometry) -> tuple[int, ...]:
         "v_proj.bias": (keys,),
     }
     return shapes.get(".".join(name.split(".")[-2:]), (hidden,))
-
-
-def _layer_rules(source: str, pairs: Mapping[str, str]) -> tuple[Rule, ...]:
-    return tuple(
-        Rule((f"{source}.{{layer}}.{old}",), (f"model.layers.{{layer}}.{new}",))
-        for old, new in pairs.items()
-    )
-
-
-def _chatglm_rules(q_k_v: Then, gate_and_up: SplitRows) -> tuple[Rule, ...]:
-    old, new = "transformer.encoder.layers", "model.layers.{layer}"
-    fused = tuple(
-        Rule(
-            (f"{old}.{{layer}}.self_attention.query_key_value.{kind}",),
-            tuple(f"{new}.self_attn.{part}_proj.{kind}" for part in "qkv"),
-            q_k_v,
-        )
-        for kind in ("weight", "bias")
-    )
-    return (
-        Rule(("transformer.embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
-        *fused,
-        Rule(
-            (f"{old}.{{layer}}.mlp.dense_h_to_4h.weight",),
-            (f"{new}.mlp.gate_proj.weight", f"{new}.mlp.up_proj.weight"),
-            gate_and_up,
-        ),
-        *_layer_rules(
-            old,
-            {
-                "self_attention.dense.weight": "self_attn.o_proj.weight",
-                "mlp.dense_4h_to_h.weight": "mlp.down_proj.weight",
-                "input_layernorm.weight": "input_layernorm.weight",
-                "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-            },
-        ),
-        Rule(("transformer.encoder.final_layernorm.weight",), ("model.norm.weight",)),
-        Rule(("transformer.output_layer.weight",), ("lm_head.weight",)),
-    )
-
-
-def _glm_rules(deinterleave: PermuteHeadRows, gate_and_up: SplitRows) -> tuple[Rule, ...]:
-    layer = "model.layers.{layer}"
-    permuted = tuple(
-        Rule((name,), (name,), deinterleave)
-        for part in ("q_proj", "k_proj")
-        for name in (f"{layer}.self_attn.{part}.weight", f"{layer}.self_attn.{part}.bias")
-    )
-    same = (
-        "self_attn.v_proj.weight",
-        "self_attn.v_proj.bias",
-        "self_attn.o_proj.weight",
-        "mlp.down_proj.weight",
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-    )
-    return (
-        Rule(("model.embed_tokens.weight",), ("model.embed_tokens.weight",)),
-        *permuted,
-        Rule(
-            (f"{layer}.mlp.gate_up_proj.weight",),
-            (f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"),
-            gate_and_up,
-        ),
-        *_layer_rules("model.layers", {name: name for name in same}),
-        Rule(("model.norm.weight",), ("model.norm.weight",)),
-        Rule(("lm_head.weight",), ("lm_head.weight",)),
-    )

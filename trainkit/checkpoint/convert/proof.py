@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.convert.glm_formats import Geometry
-from trainkit.checkpoint.convert.keymap import LAYER
+from trainkit.checkpoint.convert.layers import Geometry
 from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.errors import CheckpointError
 
@@ -157,7 +156,7 @@ _NAMES = {
         "embed": "transformer.embedding.word_embeddings.weight",
         "norm": "transformer.encoder.final_layernorm.weight",
         "head": "transformer.output_layer.weight",
-        "layer": "transformer.encoder.layers.{layer}.",
+        "layer": "transformer.encoder.layers.{}.",
         "o": "self_attention.dense.weight",
         "gate_up": "mlp.dense_h_to_4h.weight",
         "down": "mlp.dense_4h_to_h.weight",
@@ -166,7 +165,7 @@ _NAMES = {
         "embed": "model.embed_tokens.weight",
         "norm": "model.norm.weight",
         "head": "lm_head.weight",
-        "layer": "model.layers.{layer}.",
+        "layer": "model.layers.{}.",
         "o": "self_attn.o_proj.weight",
         "gate_up": "mlp.gate_up_proj.weight",
         "down": "mlp.down_proj.weight",
@@ -178,7 +177,7 @@ class _GlmSide:
     """GLM's forward in plain torch, straight from a checkpoint's tensors.
 
     Source: the arithmetic of ``modeling_chatglm.py`` of THUDM/glm-4-9b-chat and of transformers'
-    ``modeling_glm.py``. It shares no code with the keymap, so that a mistake there shows here.
+    ``modeling_glm.py``. It shares no code with the conversion, so that a mistake there shows here.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class _GlmSide:
         return self._load(self._names["embed" if self._sizes.is_tied else "head"])
 
     def layer(self, x: Tensor, number: int) -> Tensor:
-        prefix = self._names["layer"].replace(LAYER, str(number))
+        prefix = self._names["layer"].format(number)
 
         def weight(name: str) -> Tensor:
             return self._load(prefix + name).float()
