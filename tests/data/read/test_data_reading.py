@@ -7,6 +7,7 @@ import lzma
 import re
 
 import pytest
+import zstandard
 
 from trainkit.data.files import MARKS, UNREADABLE, decode, read_rows, resolve_files
 from trainkit.errors import DataError
@@ -94,7 +95,12 @@ def test_a_row_of_exactly_the_limit_is_kept(write):
     assert [row for _, row in read(path, limit - 1)].count("row_too_large") == 1
 
 
-PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+PACKED = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
 
 
 @pytest.mark.parametrize("compression", ["", *PACKED])
@@ -111,7 +117,7 @@ def test_every_container_is_read_in_any_case(write, tmp_path, compression, suffi
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:40] + data[60:]])
 def test_damaged_compressed_files_are_errors(write, suffix, damage):
     packed = PACKED[suffix](b"".join(b'{"a": %d}\n' % n for n in range(5000)))
-    with pytest.raises(DataError, match=r"too early|cannot be read"):
+    with pytest.raises(DataError, match=r"too early|cannot be read|ZSTD"):
         read(write(damage(packed), f"x.jsonl{suffix}"))
 
 
