@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from trainkit.kernels import linear_cross_entropy, linear_token_losses
 from trainkit.kernels.contract import Draw
-from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
+from trainkit.kernels.cross_entropy.function import LossOptions, cross_entropy_chunk
 from trainkit.kernels.fp8.function import fp8_quantize, fp8_quantize_columns
 from trainkit.kernels.fp8.reference import FP8
 from trainkit.kernels.fp8.trained import Directions, quantize_weight
@@ -92,9 +92,10 @@ def test_gradients_of_logits_are_quantised_where_they_are_made(options, vocab, d
     alone = tuple(each.clone() for each in codes)
     both = plain.clone()
     losses = torch.empty(6, device=device)
-    cross_entropy_chunk(both, labels, losses, 1.0, codes_out=codes, **options)
+    options = LossOptions(**options)
+    cross_entropy_chunk(both, labels, losses, 1.0, options, codes_out=codes)
     untouched = plain.clone()
-    cross_entropy_chunk(untouched, labels, losses, 1.0, want_grad=False, codes_out=alone, **options)
+    cross_entropy_chunk(untouched, labels, losses, 1.0, options, want_grad=False, codes_out=alone)
     assert torch.equal(untouched.nan_to_num(), plain.nan_to_num())  # 16 bits only where asked for
     for one, other in zip(codes, alone, strict=True):
         assert torch.equal(one.float().nan_to_num(7), other.float().nan_to_num(7))

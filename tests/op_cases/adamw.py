@@ -2,17 +2,35 @@
 
 from typing import Any
 
+import torch
 from op_cases.op import Case, TriedOp
 from torch import Tensor
 
-from trainkit.kernels.adamw.function import adamw, adamw_reference, square_sum, square_sum_reference
+from trainkit.kernels.adamw.function import (
+    adamw_,
+    adamw_reference,
+    square_sum,
+    square_sum_reference,
+)
 from trainkit.kernels.contract import Draw
+
+NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+
+
+def adamw(factor: Tensor, *, step: int = 1, lr: float, **given: Any) -> tuple[Tensor, ...]:
+    """As `adamw_`, and nothing is overwritten."""
+    names = ("weight", "gradient", "exp_avg", "exp_avg_sq")
+    weight, gradient, exp_avg, exp_avg_sq = (given.pop(name).detach().clone() for name in names)
+    copy = torch.empty_like(gradient)
+    held = torch.zeros((), device=weight.device)
+    steps = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
+    tensors = (weight, gradient, exp_avg, exp_avg_sq, factor.detach(), held, steps, copy)
+    adamw_(*tensors, lr=lr, **{**NUMBERS, **given})
+    return weight, exp_avg, exp_avg_sq, copy
 
 
 def _adamw_reference(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight, first, second = adamw_reference(
-        **{"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1, **arguments}
-    )
+    weight, first, second = adamw_reference(**{**NUMBERS, "step": 1, **arguments})
     return weight, first, second, weight.to(arguments["gradient"].dtype)
 
 

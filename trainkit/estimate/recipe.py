@@ -31,8 +31,6 @@ MICRO_BATCH = 8
 BYTES_PER_TOKEN = 4.4
 """Of a JSON Lines file of conversations: for a rough count without a tokenizer."""
 
-_TABLES = ("embed_tokens", "lm_head")
-
 
 def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
     """What a step of a recipe is on each of some GPUs."""

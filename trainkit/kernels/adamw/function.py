@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: the optimizer's pass in place, and the same out of place."""
+"""AdamW over flat buffers: the optimizer's pass, in place."""
 
 import math
 
@@ -146,31 +146,3 @@ def adamw_(
             copy.copy_(weight)
     if clear:
         gradient.zero_()
-
-
-def adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    factor: Tensor,
-    *,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    step: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `adamw_`, and nothing is overwritten."""
-    weight, gradient, exp_avg, exp_avg_sq = (
-        each.detach().clone() for each in (weight, gradient, exp_avg, exp_avg_sq)
-    )
-    copy = torch.empty_like(gradient)
-    held = torch.zeros((), device=weight.device)
-    steps = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
-    adamw_(
-        weight, gradient, exp_avg, exp_avg_sq, factor.detach(), held, steps, copy,
-        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-    )  # fmt: skip
-    return weight, exp_avg, exp_avg_sq, copy

@@ -1,13 +1,10 @@
-"""AdamW with 8-bit moments: the optimizer's pass in place, and the same out of place."""
-
-from typing import Any
+"""AdamW with 8-bit moments: the optimizer's pass, in place."""
 
 import torch
 from torch import Tensor
 
 from trainkit.kernels.adamw.function import adamw_reference
 from trainkit.kernels.adamw_8bit.reference import (
-    adamw_8bit_reference,
     dequantize_reference,
     noise_reference,
     quantize_reference,
@@ -17,8 +14,6 @@ from trainkit.kernels.launch import HAS_TRITON, runs_kernel
 
 if HAS_TRITON:
     from trainkit.kernels.adamw_8bit import kernel
-
-SEED_END = 2**62
 
 
 def adamw_8bit_(
@@ -46,7 +41,7 @@ def adamw_8bit_(
         scales: of their codes, (N / 256,) fp32 each; None of moments in fp32.
         factor: 0-d fp32, what gradients are multiplied by.
         held: 0-d, on the device: where it is not 0 nothing is changed.
-        seed: what the rounding follows from, below ``SEED_END``.
+        seed: what the rounding follows from, below 2**62.
         step: of this update, from 1.
         lr: the learning rate.
         beta1: of the first moment.
@@ -87,44 +82,3 @@ def adamw_8bit_(
             codes, scale = quantize_reference(values, signed=number == 0)
             moments[number].copy_(codes)
             scales[number].copy_(scale)
-
-
-def adamw_8bit(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    factor: Tensor,
-    *,
-    seed: int = 0,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    step: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `adamw_8bit_` from moments that are quantised first, and nothing is overwritten.
-
-    Returns:
-        New weight (N,), and what the codes of the new moments stand for, (N,) fp32 each.
-    """
-    numbers: dict[str, Any] = {
-        "seed": seed, "step": step, "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps,
-        "weight_decay": weight_decay,
-    }  # fmt: skip
-    if weight.dtype == torch.float64:
-        return adamw_8bit_reference(weight, gradient, exp_avg, exp_avg_sq, factor, **numbers)
-    weight = weight.detach().clone()
-    first, first_scale = quantize_reference(exp_avg.detach(), signed=True)
-    second, second_scale = quantize_reference(exp_avg_sq.detach(), signed=False)
-    held = torch.zeros((), device=weight.device)
-    adamw_8bit_(
-        weight, gradient.detach(), (first, second), (first_scale, second_scale),
-        factor.detach(), held, **numbers,
-    )  # fmt: skip
-    return (
-        weight,
-        dequantize_reference(first, first_scale, signed=True),
-        dequantize_reference(second, second_scale, signed=False),
-    )

@@ -10,8 +10,6 @@ import functools
 import torch
 from torch import Tensor
 
-from trainkit.kernels.adamw.function import adamw_reference
-
 GROUP = 256
 """Numbers that share a scale."""
 
@@ -89,54 +87,3 @@ def round_reference(values: Tensor, noise: Tensor) -> Tensor:
     bits = values.contiguous().view(torch.int32)
     moved = (bits + noise * values.isfinite()) & -(2**16)
     return moved.view(torch.float32).to(torch.bfloat16)
-
-
-def adamw_8bit_reference(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    factor: Tensor,
-    *,
-    seed: int = 0,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    step: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from moments that are quantised before and after; in fp64 nothing is rounded.
-
-    Args:
-        weight: (N,); bfloat16 is rounded by chance, fp16 and fp32 to the nearest.
-        gradient: (N,), of any precision.
-        exp_avg: (N,), the first moment, not yet quantised.
-        exp_avg_sq: (N,), the second.
-        factor: 0-d, what gradients are multiplied by.
-        seed: of the rounding.
-        lr: the learning rate.
-        beta1: of the first moment.
-        beta2: of the second moment.
-        eps: added to the root.
-        weight_decay: decoupled.
-        step: of this update, from 1.
-    """
-    is_exact = weight.dtype == torch.float64
-    if not is_exact:
-        exp_avg, exp_avg_sq = _kept(exp_avg, True), _kept(exp_avg_sq, False)
-    wide = weight if is_exact else weight.float()
-    new, first, second = adamw_reference(
-        wide, gradient, exp_avg, exp_avg_sq, factor,
-        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step,
-    )  # fmt: skip
-    if is_exact:
-        return new, first, second
-    if weight.dtype == torch.bfloat16:
-        new = round_reference(new, noise_reference(new.numel(), seed, new.device))
-    return new.to(weight.dtype), _kept(first, True), _kept(second, False)
-
-
-def _kept(moment: Tensor, signed: bool) -> Tensor:
-    """What is left of a moment in 8 bits."""
-    return dequantize_reference(*quantize_reference(moment, signed=signed), signed=signed)

@@ -1,6 +1,6 @@
 """Cross entropy with its gradient."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,23 +9,35 @@ from torch.autograd.function import once_differentiable
 from trainkit.kernels.fp8.reference import fp8_quantize_reference
 from trainkit.kernels.launch import HAS_TRITON, KernelFunction, as_rows, runs_kernel
 
+
+class LossOptions(NamedTuple):
+    """What the loss is, apart from its inputs.
+
+    Attributes:
+        ignore_index: label of the rows that are not trained.
+        label_smoothing: share of the loss spread evenly over all columns.
+        softcap: the logits become ``softcap * tanh(logits / softcap)`` first.
+        z_loss: weight of ``logsumexp(logits)^2``.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+
+PLAIN = LossOptions()
+
 # -- Cross entropy in plain torch, with the options of the kernel ---------------------------------
 
 
-def token_losses_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> Tensor:
+def token_losses_reference(logits: Tensor, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """Loss of each row of logits (N, V), at least fp32; 0 where the label is ignored.
 
     ``(1 - e) * nll + e * mean over V of -log p + z_loss * logsumexp^2``, on
     ``softcap * tanh(logits / softcap)`` if a softcap is given.
     """
+    ignore_index, label_smoothing, softcap, z_loss = options
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         values = softcap * torch.tanh(values / softcap)
@@ -45,26 +57,18 @@ def cross_entropy_reference(
     labels: Tensor,
     *,
     num_items: Tensor | int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
+    **loss: Any,
 ) -> Tensor:
     """``sum of the token losses / num_items``; 0 with zero gradients when num_items is 0.
 
     Source: ``fixed_cross_entropy`` of transformers 5.23, which returns NaN in that last case.
+    ``loss``: values of `LossOptions`.
     """
+    options = LossOptions(**loss)
     rows, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    losses = token_losses_reference(
-        rows,
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-    )
+    losses = token_losses_reference(rows, labels, options)
     if num_items is None:
-        num_items = (labels != ignore_index).sum()
+        num_items = (labels != options.ignore_index).sum()
     count = torch.as_tensor(num_items, device=losses.device).to(losses.dtype).reshape(())
     return losses.sum() * torch.where(count > 0, 1.0 / count, 0.0)
 
@@ -108,17 +112,9 @@ def cross_entropy(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} misfit")
+    options = LossOptions(ignore_index, label_smoothing, softcap, z_loss)
     if not runs_kernel(logits) or logits.shape[-1] == 0:
-        return cross_entropy_reference(
-            logits,
-            labels,
-            num_items=num_items,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            z_loss=z_loss,
-        )
-    options = launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss)
+        return cross_entropy_reference(logits, labels, num_items=num_items, **options._asdict())
     # fp16 training scales the loss, so the gradient's factor is known only in the backward pass,
     # and gradients without it would underflow. A traced graph must not depend on ctx's state.
     deferred = logits.dtype == torch.float16 or torch.compiler.is_compiling()
@@ -131,12 +127,9 @@ def cross_entropy_chunk(
     labels: Tensor,
     losses_out: Tensor,
     scale: Tensor | float,
+    options: LossOptions = PLAIN,
     *,
     want_grad: bool = True,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     correct_out: Tensor | None = None,
     codes_out: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -150,28 +143,16 @@ def cross_entropy_chunk(
         labels: (N,).
         losses_out: (N,), fp32 (fp64 for fp64 logits), receives the unscaled losses.
         scale: factor of the gradients, a number or a tensor on the logits' device, 0-d or (N,).
+        options: what the loss is.
         want_grad: make gradients.
-        ignore_index: see `cross_entropy`.
-        label_smoothing: see `cross_entropy`.
-        softcap: see `cross_entropy`.
-        z_loss: see `cross_entropy`.
         correct_out: (N,), any dtype, receives 1 where the label's logit is the row's largest and
             the label is not ignored, else 0.
         codes_out: (N, V) e4m3, unit column stride, and (N, 1) fp32, receive the scaled gradients
             in 8 bits and each row's scale, a power of two.
     """
     if not runs_kernel(logits):
-        gradient = _chunk_reference(
-            logits,
-            labels,
-            losses_out,
-            scale if want_grad or codes_out is not None else None,
-            correct_out,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            z_loss=z_loss,
-        )
+        wanted = scale if want_grad or codes_out is not None else None
+        gradient = _chunk_reference(logits, labels, losses_out, wanted, options, correct_out)
         if gradient is not None and want_grad:
             logits.copy_(gradient)
         if gradient is not None and codes_out is not None:
@@ -181,7 +162,7 @@ def cross_entropy_chunk(
     launcher.launch(
         logits,
         labels.contiguous(),
-        launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
+        options,
         scale=scale,
         losses=losses_out,
         dlogits=logits if want_grad else None,
@@ -195,22 +176,12 @@ def _chunk_reference(
     labels: Tensor,
     losses_out: Tensor,
     scale: Tensor | float | None,
+    options: LossOptions,
     correct_out: Tensor | None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
 ) -> Tensor | None:
     """Write losses and what was right; the gradients (N, V) times the scale, None without one."""
-    losses = token_losses_reference(
-        logits.detach(),
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-    )
+    ignore_index, label_smoothing, softcap, z_loss = options
+    losses = token_losses_reference(logits.detach(), labels, options)
     losses_out.copy_(losses)
     trained = labels != ignore_index
     target = labels.where(trained, 0).unsqueeze(-1).long()
@@ -239,14 +210,14 @@ def _launch_forward(
     logits: Tensor,
     labels: Tensor,
     num_items: Tensor | int | None,
-    options: "launcher.LossOptions",
+    options: LossOptions,
     *,
     want_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
     """(loss, labels (N,), the gradients' scale, the gradients (N, V) if wanted)."""
     rows = as_rows(logits)
     flat = labels.reshape(-1).contiguous()
-    dtype = launcher.loss_dtype(logits)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     losses = rows.new_empty(rows.shape[0], dtype=dtype)
     count = num_items if isinstance(num_items, Tensor) else None
     make_scale = num_items is None or (count is not None and count.device == logits.device)
@@ -281,7 +252,7 @@ class _CrossEntropy(KernelFunction):
         logits: Tensor,
         labels: Tensor,
         num_items: Tensor | int | None,
-        options: "launcher.LossOptions",
+        options: LossOptions,
     ) -> Tensor:
         # The gradient is an attribute, not a saved tensor: it is given away, and a saved one would
         # outlive that.
@@ -326,7 +297,7 @@ class _DeferredCrossEntropy(KernelFunction):
         logits: Tensor,
         labels: Tensor,
         num_items: Tensor | int | None,
-        options: "launcher.LossOptions",
+        options: LossOptions,
     ) -> Tensor:
         loss, flat, scale, _ = _launch_forward(logits, labels, num_items, options, want_grad=False)
         on_device = isinstance(scale, Tensor)

@@ -1,8 +1,9 @@
 """Launching the cross-entropy kernels: settings by shape, and the arguments' order."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from trainkit.kernels.cross_entropy import kernel
@@ -14,17 +15,11 @@ from trainkit.kernels.launch import (
     remembered,
 )
 
+if TYPE_CHECKING:
+    from trainkit.kernels.cross_entropy.function import LossOptions
+
 CROSS_ENTROPY = Kernel(kernel.cross_entropy_rows)
 SUM_LOSSES = Kernel(kernel.sum_losses)
-
-
-class LossOptions(NamedTuple):
-    """What the loss is, apart from its inputs; part of the kernel's signature."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    z_loss: float = 0.0
 
 
 @remembered
@@ -145,8 +140,3 @@ def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
         8,
     )
     return loss
-
-
-def loss_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype losses are kept in: fp64 for fp64 logits, else fp32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from trainkit.kernels.cross_entropy.function import (
+    LossOptions,
     cross_entropy_chunk,
     cross_entropy_reference,
     token_losses_reference,
@@ -50,7 +51,13 @@ class CountedLoss(NamedTuple):
     row_losses: Tensor
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The loss of `linear_cross_entropy_counted`, which takes the same arguments."""
+    return linear_cross_entropy_counted(hidden, weight, labels, **options).loss
+
+
+@torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
+def linear_cross_entropy_counted(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -65,7 +72,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     keeps_gradient: bool = True,
     in_fp8: Directions | None = None,
-) -> Tensor:
+) -> CountedLoss:
     """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
 
     Gradients are computed on the forward pass and only for the inputs that need them; without a
@@ -93,57 +100,19 @@ def linear_cross_entropy(
             weight's gradient never is.
 
     Returns:
-        A scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and its gradients
-        are zeros.
+        The loss is a scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and
+        its gradients are zeros. Token counts and row losses cost next to nothing more.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    return linear_cross_entropy_counted(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        num_items=num_items,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        num_trained=num_trained,
-        chunk_tokens=chunk_tokens,
-        keeps_gradient=keeps_gradient,
-        in_fp8=in_fp8,
-    ).loss
-
-
-@torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
-def linear_cross_entropy_counted(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    num_items: Tensor | int | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    num_trained: int | None = None,
-    chunk_tokens: int | None = None,
-    keeps_gradient: bool = True,
-    in_fp8: Directions | None = None,
-) -> CountedLoss:
-    """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing."""
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     labels = labels.reshape(-1)
     if num_trained is None and not is_on_gpu(labels):
         num_trained = int(torch.count_nonzero(labels != ignore_index))
     settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),
-        ignore_index=ignore_index,
-        softcap=softcap,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
+        loss=LossOptions(ignore_index, label_smoothing, softcap, z_loss),
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
         wants_gradients=torch.is_grad_enabled(),
@@ -160,14 +129,11 @@ class Settings:
     """What a call was asked for, without its tensors."""
 
     compute_dtype: torch.dtype
-    ignore_index: int
-    softcap: float | None
+    loss: LossOptions
     num_trained: int | None
     chunk_tokens: int | None
     wants_gradients: bool
     in_fp8: Directions | None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
     keeps_gradient: bool = True
 
 
@@ -274,7 +240,7 @@ def compute(
     dtype = settings.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    num_trained = torch.count_nonzero(labels != settings.ignore_index)
+    num_trained = torch.count_nonzero(labels != settings.loss.ignore_index)
     rows, labels, slots = keep_trained(rows, labels, num_trained, settings)
     rows = rows.to(dtype)
     products = products_of(weight, bias, dtype, settings.in_fp8)
@@ -310,11 +276,8 @@ def compute(
             labels[part],
             losses[part],
             grad_scale if scales is None else scales[part],
+            settings.loss,
             want_grad=want_dweight or want_dbias or (want_dhidden and codes is None),
-            ignore_index=settings.ignore_index,
-            softcap=settings.softcap,
-            label_smoothing=settings.label_smoothing,
-            z_loss=settings.z_loss,
             correct_out=None if correct is None else correct[part],
             codes_out=codes,
         )
@@ -355,11 +318,11 @@ def keep_trained(
     if kept >= num_rows:
         return rows, labels, None
     torch._assert_async(num_trained <= kept, "linear_cross_entropy: num_trained is too small")
-    trained = labels != settings.ignore_index
+    trained = labels != settings.loss.ignore_index
     slots = torch.where(trained, trained.cumsum(0) - 1, kept)
     everyone = torch.arange(num_rows, device=labels.device)
     chosen = everyone.new_zeros(kept + 1).scatter_(0, slots, everyone)[:kept]
-    labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.ignore_index)
+    labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.loss.ignore_index)
     return rows.index_select(0, chosen), labels, slots
 
 
@@ -406,11 +369,7 @@ def linear_cross_entropy_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    num_items: Tensor | int | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """The loss from the full logits, differentiable by autograd; the truth in tests.
 
@@ -419,21 +378,9 @@ def linear_cross_entropy_reference(
         weight: (V, H).
         labels: (...), aligned with the rows of ``hidden``.
         bias: (V,).
-        num_items: see `cross_entropy_reference`.
-        ignore_index: likewise.
-        softcap: likewise.
-        label_smoothing: likewise.
-        z_loss: likewise.
+        options: see `cross_entropy_reference`.
     """
-    return cross_entropy_reference(
-        linear(hidden, weight, bias),
-        labels,
-        num_items=num_items,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    return cross_entropy_reference(linear(hidden, weight, bias), labels, **options)
 
 
 def linear_token_losses_reference(
@@ -442,12 +389,9 @@ def linear_token_losses_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
+    **options: Any,
 ) -> Tensor:
     """Each row's loss from the full logits; see `linear_cross_entropy_reference`."""
-    logits = linear(hidden, weight, bias)
-    losses = token_losses_reference(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, softcap=softcap
-    )
+    logits = linear(hidden, weight, bias).flatten(0, -2)
+    losses = token_losses_reference(logits, labels.flatten(), LossOptions(**options))
     return losses.view(labels.shape)

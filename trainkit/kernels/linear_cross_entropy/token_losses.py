@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainkit.kernels.cross_entropy.function import LossOptions
 from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import device_of, is_on_gpu
 from trainkit.kernels.linear_cross_entropy.function import (
@@ -70,8 +71,7 @@ def linear_token_losses(
         num_trained = int(torch.count_nonzero(flat != ignore_index))
     settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),
-        ignore_index=ignore_index,
-        softcap=softcap,
+        loss=LossOptions(ignore_index, softcap=softcap),
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
         wants_gradients=torch.is_grad_enabled(),
