@@ -8,7 +8,7 @@ from torch import distributed as dist
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
 from trainkit.models.attention import pattern
-from trainkit.models.leak_test import leak_test, packed_bounds
+from trainkit.models.leak_test import leak_test, packed_inputs
 
 LENGTHS = ((7, 5), (4, 9))
 """Documents of the one row of each rank; both rows end in padding."""
@@ -39,19 +39,11 @@ def plain_parameters():
 
 
 def packed_row(rank):
-    positions, bounds, longest = packed_bounds(LENGTHS[rank : rank + 1], ROW)
+    packed = packed_inputs(LENGTHS[rank : rank + 1], ROW)
     ids = tokens()[rank : rank + 1]
-    labels = ids.masked_fill(positions == 0, -100)
+    labels = ids.masked_fill(packed["position_ids"] == 0, -100)
     labels[:, sum(LENGTHS[rank]) :] = -100
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": positions,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"input_ids": ids, "labels": labels, **packed}
 
 
 def run_documents_together():

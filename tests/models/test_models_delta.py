@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainkit import patch
 from trainkit.errors import ModelError
 from trainkit.models.attention.packable import kept_apart, refuse_recurrent, state_of
-from trainkit.models.leak_test import packed_bounds
+from trainkit.models.leak_test import packed_inputs
 from trainkit.models.proof import delta
 from trainkit.models.proof.plan import plan_for
 from trainkit.models.swap import plain_class
@@ -57,7 +57,7 @@ def test_packed_is_alone_and_no_document_moves_another(layer):
     """fp32 sums in chunks that begin at other rows: 1e-6 of the largest, a few units of 2^-24."""
     module = layer
     x = torch.randn(1, sum(LENGTHS), 32, requires_grad=True)
-    _, bounds, _ = packed_bounds([LENGTHS], sum(LENGTHS))
+    bounds = packed_inputs([LENGTHS], sum(LENGTHS))["cu_seq_lens_q"]
     y = module(hidden_states=x, cu_seq_lens_q=bounds)
     weight = torch.randn_like(y)
     (dx,) = torch.autograd.grad((y * weight).sum(), x)

@@ -117,7 +117,7 @@ def test_a_forward_that_does_more_than_a_gate_is_refused(llama, monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "scale", 1.001, raising=False)
-    refused(llama, "swiglu cannot be switched on.*LlamaMLP: no gate fits", {"swiglu": True})
+    refused(llama, "swiglu cannot be switched on.*LlamaMLP: no variant fits", {"swiglu": True})
     assert trainkit.patch(llama).row("swiglu").status == "off"
 
 

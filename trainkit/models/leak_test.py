@@ -8,7 +8,7 @@ other shapes of products, and so another last bit. How much that is, the plain m
 of one document each, which cannot see one another: packed documents may move by no more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,9 +19,9 @@ from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.parallel.rows import RowSplit
 
-_ROW_LENGTH = 64
-_LENGTHS = ((24, 17, 9), (31, 19))
-"""Documents of two packed rows of `_ROW_LENGTH`; both end in padding."""
+ROW = 64
+LENGTHS = ((24, 17, 9), (31, 19))
+"""Documents of two packed rows of `ROW`; both end in padding."""
 
 _DRAWS = 16
 _SLACK = 4.0
@@ -50,7 +50,7 @@ def leak_test(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(_LENGTHS), _row_length(split))
+    shape = (len(LENGTHS), _row_length(split))
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     others = torch.randint(0, vocab_size, shape, generator=generator)
     documents = _documents()
@@ -155,7 +155,7 @@ def _on_any_rank(value: bool, device: torch.device) -> bool:
 def _documents() -> list[tuple[int, int, int]]:
     """(row, start, stop) of every document."""
     found = []
-    for row, lengths in enumerate(_LENGTHS):
+    for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
             found.append((row, start, start + length))
@@ -163,14 +163,14 @@ def _documents() -> list[tuple[int, int, int]]:
     return found
 
 
-def packed_bounds(lengths: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor, int]:
+def packed_inputs(lengths: Sequence[Sequence[int]], row_length: int) -> dict[str, Any]:
     """What a packing collator says about rows of documents.
 
     The padding of a row is one more document.
 
     Returns:
-        position_ids (B, row_length), cu_seqlens (documents + 1,) int32 over the flattened batch,
-        and the length of the longest document.
+        ``position_ids`` (B, row_length), boundaries (documents + 1,) int32 over the flattened
+        batch, and the length of the longest document.
     """
     all_lengths: list[int] = []
     for row in lengths:
@@ -178,12 +178,23 @@ def packed_bounds(lengths: Sequence[Sequence[int]], row_length: int) -> tuple[Te
         all_lengths += [*row, tail] if tail else row
     positions = torch.cat([torch.arange(length) for length in all_lengths])
     bounds = torch.tensor([0, *all_lengths]).cumsum(0, dtype=torch.int32)
-    return positions.view(len(lengths), row_length), bounds, max(all_lengths)
+    return {
+        "position_ids": positions.view(len(lengths), row_length),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(all_lengths),
+        "max_length_k": max(all_lengths),
+    }
+
+
+def on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of a model with their tensors on a device."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
 def _row_length(split: RowSplit | None) -> int:
     parts = 1 if split is None else split.size
-    return -(-_ROW_LENGTH // parts) * parts
+    return -(-ROW // parts) * parts
 
 
 def _logits(
@@ -191,22 +202,14 @@ def _logits(
     tokens: Tensor,
     device: torch.device,
     split: RowSplit | None,
-    lengths: Sequence[Sequence[int]] = _LENGTHS,
+    lengths: Sequence[Sequence[int]] = LENGTHS,
 ) -> Tensor:
     """Of rows packed with documents of these lengths; without lengths, of rows that are not."""
     batch: dict[str, Any] = {"input_ids": tokens}
     if lengths:
-        positions, bounds, longest = packed_bounds(lengths, _row_length(split))
-        batch |= {
-            "position_ids": positions,
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        batch |= packed_inputs(lengths, _row_length(split))
     if split is not None:
         batch = split.part(batch)
-    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     with torch.no_grad(), nullcontext() if split is None else split.at_work():
-        logits: Tensor = model(**given, use_cache=False).logits.float()
+        logits: Tensor = model(**on(device, batch), use_cache=False).logits.float()
     return logits if split is None else split.whole(logits)

@@ -6,7 +6,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trainkit.models import attention
 from trainkit.models.attention import pattern
-from trainkit.models.leak_test import packed_bounds
+from trainkit.models.leak_test import packed_inputs
 
 PACKS = sorted(set(FAMILIES) - {"qwen2_vl"})
 LENGTHS = ((7, 11, 3), (13, 5))
@@ -23,16 +23,9 @@ def model_with(name, implementation=attention.NAME, **overrides):
 
 
 def packed_batch(lengths=LENGTHS, row=ROW, seed=0):
-    positions, bounds, longest = packed_bounds(lengths, row)
-    ids = torch.randint(3, 119, positions.shape, generator=torch.Generator().manual_seed(seed))
-    return {
-        "input_ids": ids,
-        "position_ids": positions,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    shape, generator = (len(lengths), row), torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 119, shape, generator=generator)
+    return {"input_ids": ids, **packed_inputs(lengths, row)}
 
 
 def documents(lengths=LENGTHS):

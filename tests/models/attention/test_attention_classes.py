@@ -25,7 +25,7 @@ from trainkit.models.attention import (
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.pattern import make_mask
 from trainkit.models.attention.proof import small_batches
-from trainkit.models.leak_test import leak_test, packed_bounds
+from trainkit.models.leak_test import leak_test, packed_inputs
 
 OURS, SDPA, EAGER = "trainkit", "sdpa", "eager"
 
@@ -222,13 +222,8 @@ def test_no_mask_of_a_row_squared_is_made():
             return result
 
     length = 16384
-    positions, bounds, longest = packed_bounds(((5000, 6000),), length)
-    batch = {
-        "input_ids": torch.zeros(1, length, dtype=torch.long),
-        "position_ids": positions,
-        "cu_seq_lens_q": bounds,
-        "max_length_q": longest,
-    }
+    ids = torch.zeros(1, length, dtype=torch.long)
+    batch = {"input_ids": ids, **packed_inputs(((5000, 6000),), length)}
     found = classes()
     for model_type in ("qwen2", "mistral"):
         model = make_tiny(*found[model_type], num_hidden_layers=1, max_position_embeddings=length)

@@ -51,13 +51,7 @@ class CountedLoss(NamedTuple):
     row_losses: Tensor
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """The loss of `linear_cross_entropy_counted`, which takes the same arguments."""
-    return linear_cross_entropy_counted(hidden, weight, labels, **options).loss
-
-
-@torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
-def linear_cross_entropy_counted(
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -72,7 +66,7 @@ def linear_cross_entropy_counted(
     chunk_tokens: int | None = None,
     keeps_gradient: bool = True,
     in_fp8: Directions | None = None,
-) -> CountedLoss:
+) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
 
     Gradients are computed on the forward pass and only for the inputs that need them; without a
@@ -100,19 +94,55 @@ def linear_cross_entropy_counted(
             weight's gradient never is.
 
     Returns:
-        The loss is a scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and
-        its gradients are zeros. Token counts and row losses cost next to nothing more.
+        A scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and its gradients
+        are zeros.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
+    return linear_cross_entropy_counted(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        num_items=num_items,
+        num_trained=num_trained,
+        chunk_tokens=chunk_tokens,
+        keeps_gradient=keeps_gradient,
+        in_fp8=in_fp8,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    ).loss
+
+
+@torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
+def linear_cross_entropy_counted(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+    num_trained: int | None = None,
+    chunk_tokens: int | None = None,
+    keeps_gradient: bool = True,
+    in_fp8: Directions | None = None,
+    **loss: Any,
+) -> CountedLoss:
+    """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing.
+
+    ``loss``: values of `LossOptions`.
+    """
+    options = LossOptions(**loss)
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     labels = labels.reshape(-1)
     if num_trained is None and not is_on_gpu(labels):
-        num_trained = int(torch.count_nonzero(labels != ignore_index))
+        num_trained = int(torch.count_nonzero(labels != options.ignore_index))
     settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),
-        loss=LossOptions(ignore_index, label_smoothing, softcap, z_loss),
+        loss=options,
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
         wants_gradients=torch.is_grad_enabled(),
@@ -369,18 +399,16 @@ def linear_cross_entropy_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    **options: Any,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """The loss from the full logits, differentiable by autograd; the truth in tests.
-
-    Args:
-        hidden: (..., H).
-        weight: (V, H).
-        labels: (...), aligned with the rows of ``hidden``.
-        bias: (V,).
-        options: see `cross_entropy_reference`.
-    """
-    return cross_entropy_reference(linear(hidden, weight, bias), labels, **options)
+    """The loss from the full logits, differentiable by autograd; the truth in tests."""
+    options = LossOptions(ignore_index, label_smoothing, softcap, z_loss)
+    logits = linear(hidden, weight, bias)
+    return cross_entropy_reference(logits, labels, num_items=num_items, **options._asdict())
 
 
 def linear_token_losses_reference(
@@ -389,9 +417,10 @@ def linear_token_losses_reference(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    **options: Any,
+    ignore_index: int = -100,
+    softcap: float | None = None,
 ) -> Tensor:
     """Each row's loss from the full logits; see `linear_cross_entropy_reference`."""
     logits = linear(hidden, weight, bias).flatten(0, -2)
-    losses = token_losses_reference(logits, labels.flatten(), LossOptions(**options))
-    return losses.view(labels.shape)
+    options = LossOptions(ignore_index, softcap=softcap)
+    return token_losses_reference(logits, labels.flatten(), options).view(labels.shape)

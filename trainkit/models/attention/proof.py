@@ -28,7 +28,6 @@ Shapes: B batch, S sequence, T tokens that are compared, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -40,13 +39,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from trainkit.errors import ModelError, ProofError, TrainkitError
-from trainkit.evaluation_mode import evaluation_mode
+from trainkit.evaluation_mode import changed, evaluation_mode
 from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.forward import NO_INFLUENCE
 from trainkit.models.attention.packable import decoder_of, kept_apart, state_of
-from trainkit.models.leak_test import packed_bounds
+from trainkit.models.leak_test import LENGTHS, ROW, on, packed_inputs
 from trainkit.models.linears import not_finite
-from trainkit.parallel.parameters import is_whole, where_it_computes
+from trainkit.models.proof.replica import make_replica
+from trainkit.parallel.parameters import is_whole
 
 _NARROWED = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
 """Tokens: a window of thousands would be left out of a small batch."""
@@ -147,7 +147,9 @@ def settle(
     Raises:
         ModelError: no implementation keeps the documents of this model apart.
     """
-    subject = _whole(model)
+    subject = model
+    if not all(is_whole(each) for each in model.parameters()):  # in pieces: a few random layers
+        subject = make_replica(model)
     with kept_apart(subject, packed and apart):
         return _settled(model, subject, wanted, packed, is_auto, is_proved)
 
@@ -347,18 +349,13 @@ def _narrowed(model: PreTrainedModel) -> Iterator[None]:
     """Make windows, chunks and top-k narrower than the small batch, wherever they are kept."""
     decoder = decoder_of(model)
     owners = [model.config, model.config.get_text_config(), decoder.config, *decoder.modules()]
-    changed = []
-    for owner in {id(each): each for each in owners}.values():
-        for name, narrow in _NARROWED.items():
-            value = vars(owner).get(name)
-            if isinstance(value, int) and value > narrow:
-                changed.append((owner, name, value))
-                setattr(owner, name, narrow)
-    try:
+    with changed(
+        (owner, name, narrow)
+        for owner in {id(each): each for each in owners}.values()
+        for name, narrow in _NARROWED.items()
+        if isinstance(value := vars(owner).get(name), int) and value > narrow
+    ):
         yield
-    finally:
-        for owner, name, value in changed:
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -377,34 +374,10 @@ def rounded(model: nn.Module, eps: float) -> Iterator[None]:
         return (wide * (1 + eps * (shift - 0.5))).to(output.dtype)
 
     leaves = [each for each in model.modules() if not any(True for _ in each.children())]
-    handles = [each.register_forward_hook(move) for each in leaves]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for each in leaves:
+            hooks.enter_context(each.register_forward_hook(move))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _whole(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself; a few random layers of it where its weights are held in pieces."""
-    if all(is_whole(each) for each in model.parameters()):
-        return model
-    config = copy.deepcopy(model.config)
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or [""]
-    depth = max(kinds.index(kind) for kind in kinds) + 1
-    num_layers = text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == num_layers:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers = depth
-    device, dtype = where_it_computes(model)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(0)
-        replica = type(model)(config)
-    for parameter in replica.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return replica
 
 
 _SCORES = 2.0
@@ -478,8 +451,9 @@ class EagerCalls:
             number = seen[id(module)]
             seen[id(module)] += 1
             earlier = self._calls.get(id(module), [])
-            known = number < len(earlier) and not _chooses_keys(module)
-            if known and self._comparable(call, earlier[number]):
+            # Where scores of its own decide what may be looked at, ties fall as the rows lie.
+            chooses = any(f".{each}".endswith(".indexer") for each, _ in module.named_modules())
+            if number < len(earlier) and not chooses and self._comparable(call, earlier[number]):
                 name = self._names.get(id(module), type(module).__name__)
                 for first, second in _capped(call, earlier[number]):
                     found.append(self._measure(name, function, eager, module, first, second))
@@ -541,11 +515,6 @@ class EagerCalls:
         return laid.transpose(1, 2)
 
 
-def _chooses_keys(module: nn.Module) -> bool:
-    """Whether scores of its own decide what may be looked at: ties fall as the rows lie."""
-    return any(name.rpartition(".")[2] == "indexer" for name, _ in module.named_modules())
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -599,16 +568,8 @@ def _watched(watcher: _Watcher) -> Iterator[None]:
 
         return watched
 
-    AttentionInterface.get_interface = get_interface
-    try:
+    with changed([(AttentionInterface, "get_interface", get_interface)]):
         yield
-    finally:
-        AttentionInterface.get_interface = original
-
-
-ROW = 64
-LENGTHS = ((24, 17, 9), (31, 19))
-"""Documents of two rows; both rows end in padding."""
 
 
 @dataclass(frozen=True)
@@ -639,7 +600,7 @@ def small_batches(model: PreTrainedModel, *, packed: bool) -> dict[str, SmallBat
     tokens = _tokens(model)
     lengths = torch.tensor([ROW, sum(LENGTHS[1])])
     mask = (torch.arange(ROW) < lengths[:, None]).long()
-    padded = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
+    padded = on(device, {"input_ids": tokens, "attention_mask": mask})
     places = _nonzero(mask)
     found = {"padded": SmallBatch(padded, padded, places, places)}
     if packed:
@@ -649,16 +610,7 @@ def small_batches(model: PreTrainedModel, *, packed: bool) -> dict[str, SmallBat
 
 def _packed(tokens: Tensor, device: torch.device) -> SmallBatch:
     """Two packed rows, and each of their documents alone in a padded row."""
-    positions, bounds, longest = packed_bounds(LENGTHS, ROW)
-    bounds = bounds.to(device)
-    inputs = {
-        "input_ids": tokens.to(device),
-        "position_ids": positions.to(device),
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    inputs = on(device, {"input_ids": tokens, **packed_inputs(LENGTHS, ROW)})
     inside = torch.zeros_like(tokens)
     rows: list[Tensor] = []
     for index, lengths in enumerate(LENGTHS):
@@ -667,7 +619,7 @@ def _packed(tokens: Tensor, device: torch.device) -> SmallBatch:
     alone = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     sizes = torch.tensor([len(each) for each in rows])
     mask = (torch.arange(alone.shape[1]) < sizes[:, None]).long()
-    eager = {"input_ids": alone.to(device), "attention_mask": mask.to(device)}
+    eager = on(device, {"input_ids": alone, "attention_mask": mask})
     return SmallBatch(inputs, eager, _nonzero(inside), _nonzero(mask))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +181,34 @@ class Truth:
         return max((relative(*pair) for pair in pairs), default=float("inf")), ""
 
 
+class Fit(NamedTuple):
+    """The variant that computes the same, and what runs it; or why there is none.
+
+    Attributes:
+        error: its own, or that of the nearest.
+    """
+
+    variant: Any
+    ours: Any
+    error: float
+    reason: str = ""
+
+
+def first_fit(
+    truth: Truth, variants: Iterable[Any], run: Callable[[Any], Callable[..., Any]]
+) -> Fit:
+    """The first variant that ``run`` makes a function of which gives the truth."""
+    nearest: Error = (float("inf"), "")
+    for variant in variants:
+        ours = run(variant)
+        error = truth.against(ours)
+        if error[0] < EXACT:
+            return Fit(variant, ours, error[0])
+        nearest = min(nearest, error, key=lambda each: each[0])
+    reason = f"no variant fits, the nearest is off by {nearest[0]:.0e} {nearest[1]}".strip()
+    return Fit(None, None, nearest[0], reason)
+
+
 def _attempt(run: Callable[[], Any]) -> Any:
     """A guess may be of any wrong shape, and a module may refuse any input: then the reason."""
     try:
@@ -194,15 +222,20 @@ def _run(
 ) -> tuple[list[Tensor], Sequence[Any]]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = list(tensors_of(function(*leaves)))
+    wanted = [*leaves, *(each for each in parameters if each.requires_grad)]
+    return [each.detach() for each in outputs], gradients_of(outputs, wanted)
+
+
+def gradients_of(outputs: Iterable[Tensor], wanted: Sequence[Tensor]) -> Sequence[Any]:
+    """Gradients of a weighted sum of outputs, the same weights each time; None where none comes."""
     generator = torch.Generator().manual_seed(7)
     parts = []
     for each in outputs:
         weights = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
         if each.requires_grad:
             parts.append((each * weights).sum())
-    wanted = [*leaves, *(each for each in parameters if each.requires_grad)]
-    gradients = torch.autograd.grad(sum(parts), wanted, allow_unused=True) if parts else ()  # type: ignore[arg-type]
-    return [each.detach() for each in outputs], gradients
+    total: Any = sum(parts)
+    return torch.autograd.grad(total, wanted, allow_unused=True) if parts else [None] * len(wanted)
 
 
 def tensors_of(found: Any) -> Iterator[Tensor]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import kernels
-from trainkit.auto_class import FAILURES
-from trainkit.models.proof.compare import Finding, Wide, draw, relative
+from trainkit.evaluation_mode import changed
+from trainkit.models.proof.compare import BRANCHES, Finding, Truth, draw
 from trainkit.models.proof.source import methods, names_in, redirected
-from trainkit.models.swap import KernelForward, Swaps, subclass_of
+from trainkit.models.swap import KernelForward, subclass_of
 
 _EXACT = 1e-6
 """In fp64: where decays are strong, the plain layer forms their small gradients from sums that are
@@ -126,41 +126,31 @@ def find_delta(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     """
     if not delta_functions(type(module)) or not isinstance(result, Tensor):
         return None
-    ours = subclass_of(type(module), DeltaNet)
-    plain = type(module)
-    rows = draw(2, max(_LENGTHS), x.shape[-1], seed=5).to(x.device)
+    kind = subclass_of(type(module), DeltaNet)
     bounds = torch.tensor([0, *_LENGTHS], device=x.device).cumsum(0).int()
-    packed = draw(1, sum(_LENGTHS), x.shape[-1], seed=6).to(x.device)
 
-    def run(kind: type[nn.Module], inputs: list[Tensor], **kwargs: Any) -> list[Tensor]:
-        module.__class__ = kind
-        try:
-            leaves = [each.clone().requires_grad_() for each in inputs]
-            outputs = [module(each, **kwargs) for each in leaves]
-            y = torch.cat([each.flatten(0, 1) for each in outputs])
-            wanted = [*leaves, *module.parameters()]
-            loss = (y * draw(*y.shape, seed=7).to(y.device)).sum()
-            dx, *rest = torch.autograd.grad(loss, wanted)
-            if len(leaves) > 1:
-                dx = torch.cat([dx, *rest[: len(leaves) - 1]], 1)
-            return [y, dx, *rest[len(leaves) - 1 :]]
-        finally:
-            module.__class__ = plain
+    def ours(x: Tensor, **kwargs: Any) -> Tensor:
+        with changed([(module, "__class__", kind)]):
+            y: Tensor = module(x, **kwargs)
+            return y
 
-    try:
-        with torch.enable_grad(), Wide():
-            pairs = [
-                *zip(run(ours, [rows]), run(plain, [rows]), strict=True),
-                *zip(
-                    run(ours, [packed], cu_seq_lens_q=bounds),
-                    run(plain, list(packed.split(_LENGTHS, 1))),
-                    strict=True,
-                ),
-            ]
-    except FAILURES as failure:
-        reason = f"{type(failure).__name__}: {str(failure)[:120]}"
-        return Finding("gated_delta_rule", "refused", f"it cannot be compared: {reason}")
-    error = max(relative(*pair) for pair in pairs)
+    def alone(x: Tensor) -> Tensor:
+        return torch.cat([module(document) for document in x.split(_LENGTHS, 1)], 1)
+
+    packed = functools.partial(ours, cu_seq_lens_q=bounds)
+    error = 0.0
+    comparisons: tuple[tuple[Any, ...], ...] = (
+        ((2, max(_LENGTHS)), module, ours),
+        ((1, sum(_LENGTHS)), alone, packed),
+    )
+    for shape, plain, other in comparisons:
+        inputs = [draw(*shape, x.shape[-1], seed=5).to(x.device)]
+        truth = Truth(plain, inputs, module.parameters(), BRANCHES)
+        off, why = truth.error or truth.against(other)
+        if why:
+            reason = f"it cannot be compared: {why}"
+            return Finding("gated_delta_rule", "refused", reason)
+        error = max(error, off)
     if not error < _EXACT:
         reason = f"its rule is another one: off by {error:.0e}"
         return Finding("gated_delta_rule", "refused", reason, error)
@@ -171,13 +161,10 @@ def find_delta(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
 @contextmanager
 def documents_apart(model: nn.Module) -> Iterator[None]:
     """Within, the layers that can keep packed documents apart do, before anything is proved."""
-    found: dict[nn.Module, type[nn.Module]] = {
-        module: subclass_of(type(module), DeltaNet)
+    changes = [
+        (module, "__class__", subclass_of(type(module), DeltaNet))
         for module in model.modules()
         if not isinstance(module, DeltaNet) and delta_functions(type(module))
-    }
-    swaps = Swaps(model, found)
-    try:
+    ]
+    with changed(changes):
         yield
-    finally:
-        swaps.revert()

@@ -11,6 +11,7 @@ Shapes: T tokens, K experts a token, E experts, H hidden, I an expert's width.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,13 +26,13 @@ from trainkit.kernels.experts.function import ACTIVATIONS as EXPERT_ACTIVATIONS
 from trainkit.kernels.experts.function import Limits, Packed, moe_mlp_reference, why_no_kernel
 from trainkit.models.packed_experts import stack_of
 from trainkit.models.proof.compare import (
-    EXACT,
     FAILURES,
     Finding,
     Truth,
     Wide,
     decisions,
     draw,
+    first_fit,
     share_of_other_bits,
     why_not,
 )
@@ -164,23 +165,19 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     truth = Truth(module, inputs, parameters, allowed)
     if truth.error:
         return Finding("swiglu", "refused", truth.error[1])
-    nearest = float("inf")
     ran = [name for name in ("silu", "gelu") if name in truth.used]  # else it is written out
     candidates = [name for name in ACTIVATIONS if not ran or name.partition("_")[0] in ran]
-    for form, name, made in itertools.product(forms, candidates, limits_of(module, limit)):
-        if made.alpha != 1.0 and name != "silu":
-            continue
-
-        def ours(x: Tensor, form: _Form = form, name: str = name, made: Limits = made) -> Tensor:
-            return _gated(module, form, name, made, x)
-
-        error = truth.against(ours)[0]
-        nearest = min(nearest, error)
-        if error < EXACT:
-            break
-    else:
-        return Finding("swiglu", "refused", f"no gate fits, the nearest is off by {nearest:.0e}")
-    if reason := why_not(module, ours, inputs, allowed):
+    variants = (
+        (form, name, made)
+        for form, name, made in itertools.product(forms, candidates, limits_of(module, limit))
+        if made.alpha == 1.0 or name == "silu"
+    )
+    fit = first_fit(truth, variants, lambda each: functools.partial(_gated, module, *each))
+    error = fit.error
+    if fit.reason:
+        return Finding("swiglu", "refused", fit.reason)
+    form, name, made = fit.variant
+    if reason := why_not(module, fit.ours, inputs, allowed):
         return Finding("swiglu", "refused", reason, error)
     kind, *linears = form
     detail = f"{_told(name, made)}, {kind.replace('_', ', then ')}"
@@ -398,30 +395,24 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
     truth = Truth(plain, inputs, own.values(), allowed)
     if truth.error:
         return Finding("experts", "refused", truth.error[1])
-    nearest = float("inf")
-    for names, biases, options in _expert_forms(own, x.shape[1], limits_of(module, limit)):
 
-        def ours(
-            x: Tensor,
-            *scale: Tensor,
-            names: tuple[str, ...] = (*names, *biases),
-            options: dict[str, Any] = options,
-        ) -> list[Tensor]:
-            each = [getattr(module, name) for name in names]
-            args = (*each[:2], *(None,) * 4, *each[2:])
-            if is_sorted:
-                return [moe_mlp_reference(x, *_routes_of_rows(x, num_experts), *args, **options)]
-            pairs = [(each, scale[0][:, : each.shape[1]]) for each in routes]
-            return [moe_mlp_reference(x, *pair, *args, **options) for pair in pairs]
+    def ours(form: Any, x: Tensor, *scale: Tensor) -> list[Tensor]:
+        names, biases, options = form
+        weights = [getattr(module, name) for name in (*names, *biases)]
+        args = (*weights[:2], *(None,) * 4, *weights[2:])
+        if is_sorted:
+            return [moe_mlp_reference(x, *_routes_of_rows(x, num_experts), *args, **options)]
+        pairs = [(each, scale[0][:, : each.shape[1]]) for each in routes]
+        return [moe_mlp_reference(x, *pair, *args, **options) for pair in pairs]
 
-        error = truth.against(ours)[0]
-        nearest = min(nearest, error)
-        if error < EXACT:
-            break
-    else:
-        return Finding("experts", "refused", f"no form fits, the nearest is off by {nearest:.0e}")
+    forms = _expert_forms(own, x.shape[1], limits_of(module, limit))
+    fit = first_fit(truth, forms, lambda form: functools.partial(ours, form))
+    error = fit.error
+    if fit.reason:
+        return Finding("experts", "refused", fit.reason)
+    names, biases, options = fit.variant
     left = [each for each in decisions(module) if each not in _LOOP]
-    if reason := why_not(module, ours, inputs, allowed, left, plain=plain):
+    if reason := why_not(module, fit.ours, inputs, allowed, left, plain=plain):
         return Finding("experts", "refused", reason, error)
     detail = _told(options["activation"], options["limits"])
     detail += ", interleaved" if options["interleaved"] else ""

@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.auto_class import FAILURES
-from trainkit.evaluation_mode import evaluation_mode
+from trainkit.evaluation_mode import changed, evaluation_mode
 from trainkit.kernels.contract import hair
 from trainkit.kernels.launch import by_reference
 from trainkit.models.linears import is_packed
-from trainkit.models.proof.compare import Wide, furthest, tensors_of
+from trainkit.models.proof.compare import Wide, furthest, gradients_of, tensors_of
 from trainkit.models.proof.gates import expert_routes
 from trainkit.parallel.parameters import is_whole
 
@@ -161,20 +161,14 @@ def _why_not_here(module: nn.Module) -> str | None:
 def _as_recorded(model: nn.Module, attention: str) -> Iterator[None]:
     """Attention and experts run as they did when the calls were recorded."""
     wanted = {"_attn_implementation": attention, "_experts_implementation": "eager"}
-    configs = [getattr(each, "config", None) for each in model.modules()]
-    before: list[tuple[Any, str, Any]] = []
-    for config in {
-        id(each): each for each in configs if isinstance(each, PreTrainedConfig)
-    }.values():
-        for key, value in wanted.items():
-            if getattr(config, key, None) is not None:
-                before.append((config, key, getattr(config, key)))
-                setattr(config, key, value)
-    try:
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    with changed(
+        (config, key, value)
+        for config in configs.values()
+        for key, value in wanted.items()
+        if isinstance(config, PreTrainedConfig) and getattr(config, key, None) is not None
+    ):
         yield
-    finally:
-        for config, key, value in reversed(before):
-            setattr(config, key, value)
 
 
 def _compare(
@@ -182,6 +176,7 @@ def _compare(
 ) -> tuple[float, str]:
     """The largest error in fp64, and where one is too large, in fp64 or in its own dtype."""
     stacks = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() == _STACK}
+    kinds = [(each, "__class__", swaps[each]) for each in module.modules() if each in swaps]
     with ExitStack() as stack:
         weights = {name: each.detach() for name, each in module.named_parameters()}
         if stacks:  # with their biases
@@ -193,7 +188,7 @@ def _compare(
         wide = tree_map(lambda each: _cast(each, torch.float64), call)
         with Wide(), by_reference(torch.float64):
             truth = _run(module, wide, exact)
-            with _swapped(module, swaps):
+            with changed(kinds):
                 ours = _run(module, wide, exact)
         error, where = furthest(truth, ours)
         if not error < _CLOSE:
@@ -201,7 +196,7 @@ def _compare(
         dtype = next((each.dtype for each in weights.values()), torch.float32)
         own = tree_map(lambda each: _cast(each, dtype), call)
         plain_rounded = _run(module, own, weights)
-        with _swapped(module, swaps):
+        with changed(kinds):
             rounded = _run(module, own, weights)
         for name, found in rounded.items():
             allowed = 4 * _distance(plain_rounded[name], truth[name]) + hair(dtype, worst=False)
@@ -223,18 +218,6 @@ def _distance(found: Tensor | None, truth: Tensor | None) -> float:
 
 
 @contextmanager
-def _swapped(module: nn.Module, swaps: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
-    before = {each: type(each) for each in module.modules() if each in swaps}
-    for each in before:
-        each.__class__ = swaps[each]
-    try:
-        yield
-    finally:
-        for each, kind in before.items():
-            each.__class__ = kind
-
-
-@contextmanager
 def _few_experts(
     module: nn.Module, call: _Call, weights: dict[str, Tensor], names: list[str]
 ) -> Iterator[_Call]:
@@ -252,13 +235,8 @@ def _few_experts(
         x = x.repeat(-(-len(routes) // len(x)), 1)[: len(routes)]
         shares = torch.linspace(0.2, 0.8, routes.numel(), device=x.device, dtype=torch.float64)
         args = (x, routes, shares.view(routes.shape))
-    for key in counts:
-        setattr(module, key, len(places))
-    try:
+    with changed((module, key, len(places)) for key in counts):
         yield args, {}
-    finally:
-        for key in counts:
-            setattr(module, key, total)
 
 
 def _run(module: nn.Module, call: _Call, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -274,17 +252,8 @@ def _run(module: nn.Module, call: _Call, weights: Mapping[str, Tensor]) -> dict[
     args = tuple(map(leaf, call[0]))
     kwargs = {k: each if "mask" in k else leaf(each) for k, each in call[1].items()}
     outputs = list(tensors_of(functional_call(module, dict(weights), args, kwargs)))
-    generator = torch.Generator().manual_seed(7)
-    parts = [
-        (each * torch.randn(each.shape, generator=generator).to(each)).sum()
-        for each in outputs
-        if each.requires_grad
-    ]
     wanted = {f"d input {number}": each for number, each in enumerate(inputs)}
     wanted |= {f"d {name}": each for name, each in weights.items() if each.requires_grad}
-    total = sum(parts)
-    gradients: Any = [None] * len(wanted)
-    if isinstance(total, Tensor):
-        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    gradients = gradients_of(outputs, list(wanted.values()))
     found: dict[str, Any] = {f"output {n}": each.detach() for n, each in enumerate(outputs)}
     return {**found, **dict(zip(wanted, gradients, strict=True))}

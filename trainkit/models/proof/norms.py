@@ -16,6 +16,7 @@ import functools
 import inspect
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,12 +25,11 @@ from torch import Tensor, nn
 from trainkit import kernels
 from trainkit.models.linears import kind_of
 from trainkit.models.proof.compare import (
-    EXACT,
-    Error,
     Finding,
     Truth,
     decisions,
     draw,
+    first_fit,
     share_of_other_bits,
     why_not,
 )
@@ -132,53 +132,71 @@ def find_norm(module: nn.Module, x: Tensor, result: Tensor) -> Finding | None:
 
 def _prove(module: nn.Module, x: Tensor, is_called_norm: bool) -> Finding | None:
     names = [name for name, _ in module.named_parameters()]
-    middle = (2, *x.shape[2:]) if x.dim() > 2 else x.shape[1:]
-    scales = (1.0, 2e-3, 30.0)  # with eps of no weight, of weight, and of none
-    inputs = [torch.cat([draw(2, *middle, seed=i, scale=s) for i, s in enumerate(scales)])]
-    parameters = list(module.parameters())
-    truth = Truth(module, inputs, parameters)
+    inputs = [_rows_like(x)]
+    truth = Truth(module, inputs, module.parameters())
     if truth.error:
         return Finding("rms_norm", "refused", truth.error[1]) if is_called_norm else None
-    own = {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1}
-    epsilons = dict.fromkeys([*own.values(), *EPSILONS])
-    nearest: Error = (float("inf"), "")
     weight, bias = [*names, "", ""][:2]
-    made = NormSettings(weight, bias, 0.0, 0.0, "gemma", False, False)
+    plain = NormSettings(weight, bias, 0.0, 0.0, "gemma", False, False)
     kinds = (True,) if bias or "layer_norm" in truth.used else (False, True)
-    for centred, eps, offset in itertools.product(
-        kinds, epsilons, (0.0, 1.0) if weight else (0.0,)
-    ):
-        made = made._replace(centred=centred, epsilon=eps, offset=offset)
-        error = truth.against(functools.partial(made.run, module))
-        nearest = min(nearest, error, key=lambda each: each[0])
-        if error[0] < EXACT:
-            break
-    else:
-        reason = f"no variant fits, the nearest is off by {nearest[0]:.0e} {nearest[1]}".strip()
-        return Finding("rms_norm", "refused", reason) if is_called_norm else None
+    variants = (
+        plain._replace(centred=centred, epsilon=eps, offset=offset)
+        for centred, eps, offset in itertools.product(
+            kinds, _epsilons(module), (0.0, 1.0) if weight else (0.0,)
+        )
+    )
+    fit = first_fit(truth, variants, lambda made: functools.partial(made.run, module))
+    if fit.reason:
+        return Finding("rms_norm", "refused", fit.reason) if is_called_norm else None
+    made: NormSettings = fit.variant
     op = "layer_norm" if made.centred else "rms_norm"
     found = decisions(module)
     by_autocast = [each for each in found if _ASKS_AUTOCAST.fullmatch(each)]
     left = [each for each in found if each not in by_autocast]
-    if no := why_not(module, functools.partial(made.run, module), inputs, (), left):
-        return Finding(op, "refused", no, error[0])
+    if no := why_not(module, fit.ours, inputs, (), left):
+        return Finding(op, "refused", no, fit.error)
+    made, share = _rounding_as(module, made, x, CASTS[1:] if made.centred else CASTS)
+    detail = "LayerNorm" if made.centred else f"{made.cast} rounding"
+    offset = f", weight + {made.offset:g}" if made.offset else ""
+    detail += f", eps {fit.variant.epsilon:g}{offset}" + ("" if weight else ", no weight")
+    made = made._replace(own_under_autocast=bool(by_autocast) or isinstance(module, nn.LayerNorm))
+    forward = LayerNorm if made.centred else RMSNorm
+    return Finding(op, "on", detail, fit.error, share, forward, {"made": made})
+
+
+def _rows_like(x: Tensor, seed: int = 0) -> Tensor:
+    """Rows with eps of no weight, of weight, and of none."""
+    middle = (2, *x.shape[2:]) if x.dim() > 2 else x.shape[1:]
+    scales = enumerate((1.0, 2e-3, 30.0), seed)
+    return torch.cat([draw(2, *middle, seed=number, scale=scale) for number, scale in scales])
+
+
+def _own_epsilons(module: nn.Module) -> dict[str, float]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1}
+
+
+def _epsilons(module: nn.Module) -> Iterable[float]:
+    return dict.fromkeys([*_own_epsilons(module).values(), *EPSILONS])
+
+
+def _rounding_as(
+    module: nn.Module, made: Any, x: Tensor, casts: Sequence[Cast] = CASTS, num_inputs: int = 1
+) -> tuple[Any, float]:
+    """Settings that round where the module does, and the share of bf16 results with other bits.
+
+    They name the attribute that holds the epsilon, where there is one.
+    """
     low = copy.deepcopy(module).to(torch.bfloat16)
-    x16 = [draw(64, *middle, seed=5).to(torch.bfloat16)]
+    middle = (2, *x.shape[2:]) if x.dim() > 2 else x.shape[1:]
+    inputs = [draw(64, *middle, seed=5 + n).to(torch.bfloat16) for n in range(num_inputs)]
     shares = {
-        cast: share_of_other_bits(low, functools.partial(made._replace(cast=cast).run, low), x16)
-        for cast in (CASTS[1:] if made.centred else CASTS)
+        cast: share_of_other_bits(low, functools.partial(made._replace(cast=cast).run, low), inputs)
+        for cast in casts
     }
     cast = min(shares, key=lambda each: shares[each])
-    made = made._replace(
-        cast=cast,
-        epsilon=next((name for name, value in own.items() if value == eps), eps),
-        own_under_autocast=bool(by_autocast) or isinstance(module, nn.LayerNorm),
-    )
-    detail = "LayerNorm" if made.centred else f"{cast} rounding"
-    detail += f", eps {eps:g}" + (f", weight + {offset:g}" if offset else "")
-    detail += "" if weight else ", no weight"
-    forward = LayerNorm if made.centred else RMSNorm
-    return Finding(op, "on", detail, error[0], shares[cast], forward, {"made": made})
+    own = _own_epsilons(module).items()
+    name = next((name for name, value in own if value == made.epsilon), made.epsilon)
+    return made._replace(cast=cast, epsilon=name), shares[cast]
 
 
 _ARGUMENTS = ["hidden_states", "gate"]
@@ -242,49 +260,29 @@ def find_gated_norm(module: nn.Module, x: Tensor, gate: Tensor, result: Tensor) 
     if list(inspect.signature(type(module).forward).parameters) != ["self", *_ARGUMENTS]:
         return refused(f"its arguments are not {_ARGUMENTS}")
     module = copy.deepcopy(module).cpu().double()
-    middle = (2, *x.shape[2:]) if x.dim() > 2 else x.shape[1:]
-    scales = (1.0, 2e-3, 30.0)
-    inputs = [
-        torch.cat([draw(2, *middle, seed=seed + i, scale=s) for i, s in enumerate(scales)])
-        for seed in (0, 3)
-    ]
+    inputs = [_rows_like(x), _rows_like(x, 3)]
     truth = Truth(module, inputs, module.parameters())
     if truth.error:
         return refused(truth.error[1])
     (weight,) = (name for name, _ in module.named_parameters())
-    own = {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1}
     hidden = x.shape[-1]
     numbers = {v for v in vars(module).values() if type(v) is int and v > 0 and not hidden % v}
     groups = dict.fromkeys([hidden, *numbers, *(hidden // each for each in numbers)])
-    nearest = float("inf")
-    for eps, *rest in itertools.product(
-        dict.fromkeys([*own.values(), *EPSILONS]), groups, (False, True), ("silu", "sigmoid")
-    ):
-        made = GatedNormSettings(weight, eps, *rest)
-        error = truth.against(functools.partial(made.run, module))[0]
-        nearest = min(nearest, error)
-        if error < EXACT:
-            break
-    else:
-        return refused(f"no variant fits, the nearest is off by {nearest:.0e}")
-    ours = functools.partial(made.run, module)
-    if no := why_not(module, ours, inputs, (), _decisions(module)):
-        return refused(no, error)
-    low = copy.deepcopy(module).to(torch.bfloat16)
-    x16 = [draw(64, *middle, seed=seed).to(torch.bfloat16) for seed in (5, 6)]
-    shares = {
-        cast: share_of_other_bits(low, functools.partial(made._replace(cast=cast).run, low), x16)
-        for cast in CASTS
-    }
-    cast = min(shares, key=lambda each: shares[each])
-    made = made._replace(
-        cast=cast, epsilon=next((name for name, value in own.items() if value == eps), eps)
+    variants = (
+        GatedNormSettings(weight, *each)
+        for each in itertools.product(_epsilons(module), groups, (False, True), ("silu", "sigmoid"))
     )
-    detail = f"{cast} rounding, eps {eps:g}, {made.activation} gate "
+    fit = first_fit(truth, variants, lambda made: functools.partial(made.run, module))
+    if fit.reason:
+        return refused(fit.reason)
+    if no := why_not(module, fit.ours, inputs, (), _decisions(module)):
+        return refused(no, fit.error)
+    made, share = _rounding_as(module, fit.variant, x, num_inputs=2)
+    detail = f"{made.cast} rounding, eps {fit.variant.epsilon:g}, {made.activation} gate "
     detail += "before it" if made.gate_first else "behind it"
     detail += f", groups of {made.group}" if made.group != hidden else ""
     settings = {"made": made}
-    return Finding("gated_rms_norm", "on", detail, error, shares[cast], GatedNorm, settings)
+    return Finding("gated_rms_norm", "on", detail, fit.error, share, GatedNorm, settings)
 
 
 def _decisions(module: nn.Module) -> list[str]:
@@ -329,24 +327,10 @@ def let_norms_quantize(model: nn.Module) -> int:
             norm = modules.get(name)
             if not isinstance(norm, RMSNorm):
                 continue
-            norm.feeds_fp8 = _all_quantize(layer, paths)
+            own = dict(layer.named_modules())
+            readers = [own[path] for path in paths if path in own]
+            kinds = [kind_of(getattr(each, "base_layer", each)) for each in readers]
+            is_read_so = all(kind is not None and kind.quantizes_rows for kind in kinds)
+            norm.feeds_fp8 = bool(kinds) and is_read_so
             number += norm.feeds_fp8
     return number
-
-
-def _all_quantize(layer: nn.Module, paths: tuple[str, ...]) -> bool:
-    readers = [_base(found) for path in paths if (found := _at(layer, path)) is not None]
-    kinds = [kind_of(reader) for reader in readers]
-    return bool(kinds) and all(kind is not None and kind.quantizes_rows for kind in kinds)
-
-
-def _at(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _base(linear: nn.Module) -> nn.Module:
-    base: nn.Module = getattr(linear, "base_layer", linear)
-    return base

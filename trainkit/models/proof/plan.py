@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.auto_class import FAILURES
 from trainkit.errors import PatchError
+from trainkit.evaluation_mode import changed
 from trainkit.kernels.launch import by_reference
 from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
 from trainkit.models.proof.compare import Finding, Wide, furthest, other_mode, relative
@@ -36,7 +37,7 @@ from trainkit.models.proof.replica import (
 )
 from trainkit.models.proof.rewritten import JoinedNorm, Rewritten, find_turn, turning_functions
 from trainkit.models.proof.source import methods, names_in, redirected
-from trainkit.models.swap import KernelForward, Swaps, plain_class, subclass_of
+from trainkit.models.swap import KernelForward, plain_class, subclass_of
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import OPS
 
@@ -210,7 +211,13 @@ def plan_for(model: nn.Module) -> Plan:
     key = (
         causal_lm.config.to_json_string(use_diff=False),
         frozenset((kind, kind.forward) for kind in kinds),
-        signature(causal_lm) if len(kinds) < 3 else _settings_of(causal_lm),
+        signature(causal_lm)
+        if len(kinds) < 3
+        else frozenset(  # of all modules that have no other in them but linear layers
+            signature(each)
+            for each in causal_lm.modules()
+            if not any(True for _ in each.children())
+        ),
     )
     if key not in _plans:
         _plans[key] = _make_plan(causal_lm)
@@ -225,20 +232,16 @@ def give_plan(model: nn.Module, plan: Plan) -> None:
     vars(outermost(model))[_GIVEN] = plan
 
 
-def _settings_of(model: nn.Module) -> frozenset[Signature]:
-    """Of all modules that have no other module in them but linear layers."""
-    return frozenset(
-        signature(each) for each in model.modules() if not any(True for _ in each.children())
-    )
-
-
 def _make_plan(model: Any) -> Plan:
     start = time.perf_counter()
     plan = Plan(model.config.model_type)
     try:
         # What is proved is where an op goes and what it is given; that its kernel is right, the
         # self-check proves in the model's own dtype. In fp64 it would be compiled for this alone.
-        with _quiet_logs(), by_reference(torch.float64):
+        with ExitStack() as quiet, by_reference(torch.float64):
+            its_logger = logging.getLogger("transformers")
+            quiet.callback(its_logger.setLevel, its_logger.level)
+            its_logger.setLevel(logging.ERROR)  # it may warn of what was said of the model already
             replica: Any = make_replica(model, few_experts=True)
             plan.attention = replica.config._attn_implementation
             replica = replica.double().train().requires_grad_(True)
@@ -348,21 +351,9 @@ def _find_leaf(call: _Seen) -> Finding | None:
 def _record(replica: Any) -> tuple[list[_Seen], dict[tuple[type, str], tuple[Any, ...]]]:
     """The first call of every module, and of every turning function by class and name."""
     turned: dict[tuple[type, str], tuple[Any, ...]] = {}
-    taps: dict[nn.Module, type[nn.Module]] = {}
-    made: dict[type, type] = {}
-    for module in replica.modules():
-        kind = type(module)
-        if kind not in made:
-            made[kind] = _tapped(kind, turned)
-        if made[kind] is not kind:
-            taps[module] = made[kind]
-    for module, tapped in taps.items():
-        module.__class__ = tapped
-    try:
+    made = {kind: _tapped(kind, turned) for kind in {type(each) for each in replica.modules()}}
+    with changed((each, "__class__", made[type(each)]) for each in list(replica.modules())):
         return _first_calls(replica, _TOKENS), turned
-    finally:
-        for module, tapped in taps.items():
-            module.__class__ = tapped.__bases__[0]
 
 
 def _first_calls(replica: Any, shape: tuple[int, int]) -> list[_Seen]:
@@ -371,13 +362,10 @@ def _first_calls(replica: Any, shape: tuple[int, int]) -> list[_Seen]:
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         seen.setdefault(module, _Seen(module, args, kwargs, result))
 
-    hooks = [each.register_forward_hook(hook, with_kwargs=True) for each in replica.modules()]
-    try:
-        with torch.no_grad(), Wide():
-            replica(**_batch(replica, shape))
-    finally:
-        for each in hooks:
-            each.remove()
+    with ExitStack() as stack, torch.no_grad(), Wide():
+        for each in replica.modules():
+            stack.enter_context(each.register_forward_hook(hook, with_kwargs=True))
+        replica(**_batch(replica, shape))
     return list(seen.values())
 
 
@@ -476,14 +464,12 @@ def _joined_in(call: _Seen, made: type[Rewritten]) -> set[str]:
         ran.add(name)
         return made.add_norm(self, name, x, residual)
 
-    plain = type(call.module)
+    tapped = type(made.__name__, (made,), {"add_norm": add_norm})
     try:
-        call.module.__class__ = type(made.__name__, (made,), {"add_norm": add_norm})
-        call.module(*call.args, **call.kwargs)
+        with changed([(call.module, "__class__", tapped)]):
+            call.module(*call.args, **call.kwargs)
     except FAILURES:
         return set(made.joined)  # the whole step will say why
-    finally:
-        call.module.__class__ = plain
     return ran
 
 
@@ -500,12 +486,9 @@ def _settle(replica: Any, plan: Plan) -> None:
             evaluated = _loss_of(replica)
 
     def attempt(labels: Iterable[str]) -> tuple[float, str]:
-        part = replace_labels(plan, set(labels))
-        swaps = None
         try:
-            with Wide():
-                found, _, _ = part.swaps(replica, OPS, signatures)
-                swaps = Swaps(replica, found)
+            found, _, _ = replace_labels(plan, set(labels)).swaps(replica, OPS, signatures)
+            with Wide(), changed((each, "__class__", kind) for each, kind in found.items()):
                 first = furthest(truth, _step(replica))
                 with other_mode(replica):
                     second = relative(_loss_of(replica), evaluated), "the loss in evaluation"
@@ -513,8 +496,6 @@ def _settle(replica: Any, plan: Plan) -> None:
         except FAILURES as error:
             return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finally:
-            if swaps is not None:
-                swaps.revert()
             replica.zero_grad(set_to_none=True)
 
     labels = list(
@@ -578,25 +559,9 @@ def _loss_of(replica: Any) -> Tensor:
 
 def _silence(replica: Any) -> None:
     """No dropout: a comparison of the whole needs a function. Norms and gates were found before."""
-    for module in replica.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
+    for owner in (*replica.modules(), replica.config, replica.config.get_text_config()):
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(module, name, 0.0)
-    for config in (replica.config, replica.config.get_text_config()):
-        for name, value in list(vars(config).items()):
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(config, name, 0.0)
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """A replica's class may warn of what was said of the model already."""
-    transformers_logger = logging.getLogger("transformers")
-    level = transformers_logger.level
-    transformers_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logger.setLevel(level)
+                setattr(owner, name, 0.0)

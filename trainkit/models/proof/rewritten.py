@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from trainkit import kernels
 from trainkit.models.proof.compare import (
-    EXACT,
     Finding,
     Truth,
     decisions,
     draw,
+    first_fit,
     relative,
     share_of_other_bits,
 )
@@ -288,22 +288,22 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
     if found := decisions(function):
         return Finding("rope", "refused", f"{function.__name__} decides by {found[0]}")
     truth = Truth(on(function, wide), inputs, ())
-    nearest = truth.error or (float("inf"), "")
-    for turn in () if truth.error else turns():
-        ours = kernel_for(function, turn)
-        error = truth.against(on(ours, wide))
-        if error[0] < EXACT and (turn.angles or turn.interleaved or _repeats(wide, inputs)):
-            low = [_low(each) for each in flat]
-            x16 = [each.to(torch.bfloat16) for each in inputs]
-            share = share_of_other_bits(on(function, low), on(ours, low), x16)
-            settings = {"turn": turn}
-            return Finding("rope", "on", str(turn), error[0], share, None, settings)
-        nearest = min(nearest, error, key=lambda each: each[0])
-    reason = f"no variant fits, the nearest is off by {nearest[0]:.0e} {nearest[1]}".strip()
-    return Finding("rope", "refused", reason)
+    if truth.error:
+        return Finding("rope", "refused", truth.error[1])
+    repeats = _repeats(wide)
+    variants = (turn for turn in turns() if turn.angles or turn.interleaved or repeats)
+    fit = first_fit(truth, variants, lambda turn: on(kernel_for(function, turn), wide))
+    if fit.reason:
+        return Finding("rope", "refused", fit.reason)
+    low = [_low(each) for each in flat]
+    x16 = [each.to(torch.bfloat16) for each in inputs]
+    ours = kernel_for(function, fit.variant)
+    share = share_of_other_bits(on(function, low), on(ours, low), x16)
+    settings = {"turn": fit.variant}
+    return Finding("rope", "on", str(fit.variant), fit.error, share, None, settings)
 
 
-def _repeats(flat: list[Any], inputs: list[Tensor]) -> bool:
+def _repeats(flat: list[Any]) -> bool:
     """Whether the second half of the angles repeats the first, as the kernel takes for granted."""
     tables = [each for each in flat if isinstance(each, Tensor) and not _is_states(each)]
     tables = [each for each in tables if each.is_floating_point()]

@@ -120,8 +120,8 @@ def _held(cell: CellType) -> Any:
 # Edits.
 
 
-def _own_call(node: ast.AST, names: Collection[str]) -> tuple[str, str] | None:
-    """``self.NAME(X)`` as (NAME, X), for one of the names and a plain variable."""
+def _called(node: ast.AST, names: Collection[str]) -> tuple[str, ast.expr] | None:
+    """``self.NAME(X)`` as (NAME, X), for one of the names."""
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -130,10 +130,15 @@ def _own_call(node: ast.AST, names: Collection[str]) -> tuple[str, str] | None:
         and node.func.attr in names
         and len(node.args) == 1
         and not node.keywords
-        and isinstance(node.args[0], ast.Name)
     ):
-        return node.func.attr, node.args[0].id
+        return node.func.attr, node.args[0]
     return None
+
+
+def _own_call(node: ast.AST, names: Collection[str]) -> tuple[str, str] | None:
+    """Likewise of a plain variable, which is named."""
+    found = _called(node, names)
+    return (found[0], found[1].id) if found and isinstance(found[1], ast.Name) else None
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -190,14 +195,12 @@ def join_norms(definition: ast.FunctionDef, norms: Collection[str]) -> tuple[str
     for block in _blocks(definition):
         for number, statement in enumerate(block):
             for node in _at_once(statement):
-                norm = _norm_of_sum(node, norms)
-                if norm is not None:
-                    call: Any = node
-                    made = f"self.add_norm({norm!r}, {ast.unparse(call.args[0].left)}, "
-                    made += f"{ast.unparse(call.args[0].right)})[0]"
-                    new: Any = _statement(made, call)
-                    _Replace({id(call): new.value}).visit(statement)
-                    joined.append(norm)
+                match _called(node, norms):
+                    case norm, ast.BinOp(left, ast.Add(), right):
+                        made = f"self.add_norm({norm!r}, {ast.unparse(left)}, "
+                        new: Any = _statement(f"{made}{ast.unparse(right)})[0]", node)
+                        _Replace({id(node): new.value}).visit(statement)
+                        joined.append(norm)
             parts = _addition(statement)
             if parts is None:
                 continue
@@ -222,23 +225,6 @@ def join_norms(definition: ast.FunctionDef, norms: Collection[str]) -> tuple[str
             block[number] = _statement(text, statement)
             joined.append(norm)
     return tuple(joined)
-
-
-def _norm_of_sum(node: ast.AST, norms: Collection[str]) -> str | None:
-    """The norm of ``self.norm(x + r)``."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "self"
-        and node.func.attr in norms
-        and len(node.args) == 1
-        and not node.keywords
-        and isinstance(node.args[0], ast.BinOp)
-        and isinstance(node.args[0].op, ast.Add)
-    ):
-        return node.func.attr
-    return None
 
 
 def _addition(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:
