@@ -2,29 +2,36 @@
 
     python benchmarks/foreign_prompts.py CLONES
 
-CLONES holds axolotl, LLaMA-Factory and unsloth. The tokenizer is one of bytes with control tokens.
+CLONES holds axolotl, LLaMA-Factory, unsloth and ms-swift. The tokenizer is one of bytes with
+control tokens.
 A line each: rows whose tokens differ, rows whose trained tokens differ.
 """
 
 import ast
+import itertools
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import datasets  # noqa: F401 - before the placeholders, which it would take for what they are not
+import datasets  # before the placeholders, which it would take for what they are not
 import trl  # noqa: F401
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.recipe import load_recipe
 from trainkit.recipe.translate.draft import table, tool_table
+from trainkit.recipe.translate.engine import translate
 
 CONTROL = (
     "<B> <E> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eot|> "
@@ -45,14 +52,16 @@ def chat(number: int) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def tokenizer(eos: str) -> Any:
-    """Bytes, and control tokens; begins texts with a bos."""
+def tokenizer(eos: str, *, bos: bool = True) -> Any:
+    """Bytes, and control tokens; begins texts with a bos, where there is to be one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.add_special_tokens([AddedToken(each, special=True) for each in CONTROL.split()])
-    bos = [("<B>", made.token_to_id("<B>"))]
-    made.post_processor = processors.TemplateProcessing(single="<B> $A", special_tokens=bos)
+    if not bos:
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
+    begin = [("<B>", made.token_to_id("<B>"))]
+    made.post_processor = processors.TemplateProcessing(single="<B> $A", special_tokens=begin)
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<B>", eos_token=eos)
 
 
@@ -123,6 +132,74 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         yield f"LLaMA-Factory {name}", theirs, ours(tok, plain, {}, chat_template=known)
 
 
+class Placeholders(MetaPathFinder, Loader):
+    """Of packages that are not installed, with all that is in them."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        is_away = name.split(".")[0] in ("modelscope", "addict", "json_repair")
+        return ModuleSpec(name, self, is_package=True) if is_away else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing is in it."""
+
+
+MODELS = {
+    "Qwen/Qwen2.5-7B": "qwen2_5",
+    "Qwen/Qwen2-7B-Instruct": "qwen",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen3.5-9B": "qwen3_5",
+    "Qwen/Qwen3-4B-Instruct-2507": "qwen3_nothinking",
+    "Qwen/Qwen2.5-1.5B --template default": "default",
+}
+
+
+def swifts() -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """ms-swift's rows and prompts, but for the line break that it trains behind an answer."""
+    from swift.dataset import DATASET_MAPPING
+    from swift.template import TEMPLATE_MAPPING
+
+    own = {"query": "who is {{NAME}}?", "response": "{{NAME}} of {{AUTHOR}}"}
+    rows = {
+        "alpaca-gpt4-data-zh": [{**a, "input": f"输入：{a['input']}"} for a in ALPACA],
+        "alpaca-gpt4-data-en": ALPACA,
+        "LongAlpaca-12k": [{**a, "output": f"Answer:  {a['output']} "} for a in ALPACA],
+        "self-cognition": [{**own, "tag": ("zh", "en")[n % 2]} for n in range(10)],
+    }
+    for (name, given), (model, kind), system in itertools.product(
+        rows.items(), MODELS.items(), (None, "S")
+    ):
+        meta = next(meta for key, meta in DATASET_MAPPING.items() if name in str(key))
+        reads = meta.subsets[0].preprocess_func or meta.preprocess_func
+        if name == "self-cognition":
+            reads.set_name_author(("a", "b"), ("c", "c"))
+        template = deepcopy(TEMPLATE_MAPPING[kind])
+        tok = tokenizer("<E>" if kind == "default" else "<|im_end|>", bos=kind == "default")
+        tok.model_info = MagicMock(task_type="causal_lm", max_model_len=4096)
+        tok.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)
+        made = template.template_cls(None, template, system, 4096, loss_scale="default")
+        made.init_processor(tok)
+        made.set_mode("train")
+        end, theirs = None if kind == "default" else -1, []
+        for row in reads(datasets.Dataset.from_list(given), enable_auto_mapping=True):
+            found = made.encode(row)
+            mask = [int(x != -100) for x in found["labels"]]
+            theirs.append((found["input_ids"][:end], mask[:end]))
+        owner = "swift" if name == "self-cognition" else "AI-ModelScope"
+        command = f"swift sft --model {model} --dataset {owner}/{name} --max_length 4096"
+        command += " --model_name a b --model_author c" + f" --system {system}" * bool(system)
+        with tempfile.TemporaryDirectory() as folder:
+            file, target = Path(folder) / "theirs.sh", Path(folder) / "ours.yaml"
+            file.write_text(command, encoding="utf-8")
+            target.write_text(translate(file).text, encoding="utf-8")
+            (source,) = load_recipe(target).recipe.data.train
+        shape = {"format": source.format, "columns": source.columns}
+        yield f"ms-swift {name} {kind} {system}", theirs, ours(tok, given, shape)
+
+
 def eos_of(template: str) -> str:
     """The token that ends a turn of a template."""
     if "<｜User｜>" in template:
@@ -166,10 +243,12 @@ def main() -> None:
     """Print a line for each prompt."""
     clones = Path(sys.argv[1])
     os.environ["DISABLE_VERSION_CHECK"] = "1"
-    sys.path[:0] = [str(clones / "axolotl/src"), str(clones / "LLaMA-Factory/src")]
-    for name in ("omegaconf", "addict", "torchaudio", "av"):
+    places = ("axolotl/src", "LLaMA-Factory/src", "ms-swift")
+    sys.path[:0] = [str(clones / each) for each in places]
+    sys.meta_path.append(Placeholders())
+    for name in ("omegaconf", "torchaudio", "av"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    for name, theirs, mine in cases(clones):
+    for name, theirs, mine in itertools.chain(swifts(), cases(clones)):
         pairs = list(zip(theirs, mine, strict=True))
         tokens = sum(list(a[0]) != list(map(int, b[0])) for a, b in pairs)
         masks = sum(a[1] is not None and a[1] != list(map(int, b[1])) for a, b in pairs)

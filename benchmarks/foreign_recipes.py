@@ -305,7 +305,10 @@ def swift(file: Path) -> dict[str, Any]:
         "is_lora": not full,
         "is_sharded": bool(args.get("deepspeed") or args.get("fsdp")),
     }
-    if not args.get("fsdp"):  # whose file may say so itself
+    launcher = CLONES[0] / "ms-swift" / str(args.get("config_file"))
+    by_accelerate = launcher.is_file() and "FSDP" in launcher.read_text(encoding="utf-8")
+    found["is_sharded"] |= by_accelerate
+    if not args.get("fsdp") and not by_accelerate:  # whose file may say so itself
         found["training.gradient_checkpointing"] = args["gradient_checkpointing"]
     if args["max_length"]:
         found["data.max_length"] = args["max_length"]
