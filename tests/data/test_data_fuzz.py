@@ -7,10 +7,12 @@ file.
 
 import json
 import random
+from functools import partial
 
 import pytest
 from conftest import chat
 
+from trainkit.data import sources
 from trainkit.data.builder import SampleBuilder
 from trainkit.data.files import read_rows
 from trainkit.data.options import DataOptions
@@ -110,7 +112,7 @@ def lines_of(seed):
 
 @pytest.fixture(scope="module")
 def builder(tiny_tokenizer):
-    return SampleBuilder(tiny_tokenizer, DataOptions(max_length=256, max_row_bytes=LIMIT))
+    return SampleBuilder(tiny_tokenizer, DataOptions(max_length=256))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,8 @@ def test_damaged_files(builder, clean, tmp_path, container):
 
 
 @pytest.mark.parametrize("mask", ["assistant", "none"])
-def test_damaged_files_end_to_end(tiny_tokenizer, tmp_path, mask):
+def test_damaged_files_end_to_end(tiny_tokenizer, tmp_path, monkeypatch, mask):
+    monkeypatch.setattr(sources, "read_rows", partial(read_rows, max_row_bytes=LIMIT))
     refusals = []
     for seed in range(60):
         lines = lines_of(10_000 + seed)
@@ -173,9 +176,7 @@ def test_damaged_files_end_to_end(tiny_tokenizer, tmp_path, mask):
         texts = [json.dumps(GOOD[g]).encode() if raw is None else raw for g, raw in lines]
         path.write_bytes(b"\n".join(texts))
         ledger = Ledger(tmp_path / f"{seed}-dropped.jsonl")
-        options = DataOptions(
-            max_length=256, max_row_bytes=LIMIT, mask=mask, cache_dir=str(tmp_path / "cache")
-        )
+        options = DataOptions(max_length=256, mask=mask, cache_dir=str(tmp_path / "cache"))
         try:
             data = prepare([Source(str(path))], tiny_tokenizer, options, ledger=ledger)
         except DataError as error:

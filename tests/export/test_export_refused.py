@@ -109,7 +109,6 @@ def test_an_adapter_that_vllm_would_pass_over_is_named(taken, family, word):
         ({"template_kwargs": {"enable_thinking": False, "note": 'a "b"\n{% c %} \\ ü'}}, True),
         ({"system_policy": "Say 'so', {{ please }}\n\\n"}, False),
         ({"system_policy": "none"}, False),
-        ({"frozen_date": "2025-01-31"}, True),
     ],
 )
 def test_the_template_has_in_it_what_the_recipe_said(tiny_tokenizer, options, has_system):

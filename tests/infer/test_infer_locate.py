@@ -81,8 +81,7 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     record = {
         "train": {
             "options": {
-                "system": "Be kind.",
-                "frozen_date": "2020-01-01",
+                "system_policy": "Be kind.",
                 "max_length": 7,
                 "thinking": "preserve",
             },
@@ -92,7 +91,6 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     (run_directory / "data.json").write_text(json.dumps(record))
     assert training_options(run_directory) == {
         "system_policy": "Be kind.",
-        "frozen_date": "2020-01-01",
         "thinking": "preserve",
     }
     assert trained_stop_ids(run_directory) == (257,)

@@ -31,6 +31,8 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
 TEXT = ".txt"
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 CHUNK_BYTES = 1 << 20
+LONGEST_ROW = 64 * 2**20
+"""Longer rows are dropped without being parsed."""
 
 UNREADABLE: Mapping[str, str] = {
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack the archive"),
@@ -138,7 +140,7 @@ BEGINNING = FilePosition()
 
 
 def read_rows(
-    file: Path, *, max_row_bytes: int, start: FilePosition = BEGINNING
+    file: Path, *, max_row_bytes: int = LONGEST_ROW, start: FilePosition = BEGINNING
 ) -> Iterator[RawRow]:
     """Iterate over the rows of one file.
 

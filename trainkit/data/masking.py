@@ -80,7 +80,6 @@ class TurnFinder:
         self.headers = headers
         self.ends = ends
         self.template = headers.template
-        self.mask_empty_think = self.template.options.mask_empty_think
         self.conversation = conversation
         self.rendering = rendering
         self.messages = rendering.messages
@@ -200,7 +199,7 @@ class TurnFinder:
 
     def _behind_empty_think(self, turn: int, start: Start, first: int) -> int:
         """The start without an empty thought; the blanks that the answer begins with stay in."""
-        empty = EMPTY_THINK.match(self.plain, start.base, first) if self.mask_empty_think else None
+        empty = EMPTY_THINK.match(self.plain, start.base, first)
         if empty is None:
             return start.place
         blanks = num_blanks(self.plain[empty.end() : first])

@@ -9,10 +9,6 @@ from trainkit.options.data import SampleOptions
 BUFFER = 4096
 """Samples of a block of a stream, by default."""
 
-FROZEN_DATE = "2024-07-26"
-"""What templates that print today's date print instead, so that the same data gives the same tokens
-on every day. It is the date Llama 3.1's own template falls back to."""
-
 
 class DataOptions(SampleOptions):
     """How rows become samples. All of it, except ``CACHE_ONLY_OPTIONS``, enters the cache key."""
@@ -22,17 +18,8 @@ class DataOptions(SampleOptions):
         description="The Jinja text used instead of the tokenizer's own, which then counts as "
         "changed.",
     )
-    mask_empty_think: bool = Field(
-        True, description="Do not train an empty <think></think> that the template adds."
-    )
-    frozen_date: str = Field(
-        FROZEN_DATE, description="The date (YYYY-MM-DD) given to templates that print today's."
-    )
     escape_special: bool = Field(
         True, description="Break up control tokens found inside message text."
-    )
-    max_row_bytes: int = Field(
-        64 * 2**20, ge=1, description="Longer rows are dropped without being parsed."
     )
     stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = Field(
         (),

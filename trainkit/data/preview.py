@@ -66,11 +66,11 @@ class DroppedRow:
 
 
 def dropped_rows(
-    data: PreparedData, *, per_reason: int = PER_REASON, max_row_bytes: int = 0
+    data: PreparedData, *, per_reason: int = PER_REASON, with_excerpts: bool = False
 ) -> list[DroppedRow]:
     """The first dropped rows of each reason, in the order of the files.
 
-    Rows are read again, up to ``max_row_bytes``, for their excerpts; 0 leaves these out.
+    Rows are read again for their excerpts.
     """
     seen: Counter[str] = Counter()
     found = []
@@ -81,9 +81,9 @@ def dropped_rows(
             if entry.action == "dropped" and seen[entry.reason] <= per_reason:
                 chosen.append(entry)
         texts: dict[tuple[int, int], str] = {}
-        for file in {int(entry.file) for entry in chosen} if max_row_bytes else ():
+        for file in {int(entry.file) for entry in chosen} if with_excerpts else ():
             lines = {entry.line for entry in chosen if int(entry.file) == file}
-            for raw in read_rows(part.paths[file], max_row_bytes=max_row_bytes):
+            for raw in read_rows(part.paths[file]):
                 if raw.line in lines:
                     text: Any = "" if raw.payload is None else raw.payload
                     if isinstance(text, bytes):
@@ -315,7 +315,7 @@ class Authors:
         for (part, file), rows in wanted.items():
             path = self.data.parts[part].paths[file]
             last = max(rows)
-            for raw in read_rows(path, max_row_bytes=self.options.max_row_bytes):
+            for raw in read_rows(path):
                 for index in rows.get(raw.number, ()):
                     source = self.data.parts[part].source
                     sample = self.data[index]

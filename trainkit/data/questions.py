@@ -35,7 +35,6 @@ from trainkit.data.messages import (
     TokenRow,
     validate,
 )
-from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
 
 
@@ -109,7 +108,7 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
 def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conversation]]]:
     """The rows of a file of data, or the lines of a text."""
     if container(file)[0] != TEXT:
-        for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
+        for row in read_rows(file):
             yield row.line, row
         return
     try:

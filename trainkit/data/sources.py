@@ -118,7 +118,7 @@ def build_all(
         except BrokenProcessPool as error:
             raise DataError(
                 "a tokenising process died, most likely because memory ran out",
-                fix="lower data.num_workers or data.max_row_bytes",
+                fix="lower data.num_workers",
             ) from error
         finally:
             for _, _, future in pending:
@@ -241,9 +241,9 @@ def _work(
     counts: Sequence[FileCounts],
 ) -> Iterator[Work]:
     """The rows of all files in runs, those that ``max_samples`` chooses."""
-    limit, chosen = options.max_row_bytes, None
+    chosen = None
     if source.max_samples is not None:
-        sizes = [sum(1 for _ in read_rows(file, max_row_bytes=limit)) for file in files]
+        sizes = [sum(1 for _ in read_rows(file)) for file in files]
         file_of = np.repeat(np.arange(len(sizes)), sizes)
         row_of = np.concatenate([np.arange(size) for size in sizes])
         names = relative_names(source.path, files)
@@ -253,7 +253,7 @@ def _work(
     for number, file in enumerate(files):
         run: list[RawRow] = []
         size = 0
-        for row in read_rows(file, max_row_bytes=limit):
+        for row in read_rows(file):
             if chosen is not None and not chosen[number][row.number]:
                 counts[number].not_chosen += 1
                 continue

@@ -151,12 +151,10 @@ class RunReader:
         position: Position,
         sharding: Sharding,
         *,
-        max_row_bytes: int,
         model: str = "DIR",
     ) -> None:
         self._files = files
         self._sizes = [max(sum(map(_size_of, each)), 1) for each in files]
-        self._limit = max_row_bytes
         self._model = model
         self._open: list[Iterator[RawRow] | None] = [None] * len(files)
         self._sharding = sharding
@@ -192,7 +190,7 @@ class RunReader:
         place = self.places[number]
         rows = self._open[number]
         if rows is None:
-            rows = read_rows(file, max_row_bytes=self._limit, start=place.next)
+            rows = read_rows(file, start=place.next)
             self._open[number] = rows
         mine: list[RawRow] = []
         last: RawRow | None = None
@@ -366,7 +364,6 @@ class Block:
             stream.files,
             position,
             sharding,
-            max_row_bytes=stream.options.max_row_bytes,
             model=stream.model,
         )
         self.found = BuiltRows()

@@ -125,7 +125,7 @@ def look_at(file: Path | str, model: str, *options: str) -> str:
 
 def _unknown_columns(file: Path, model: str) -> str:
     """What to do about rows of no known format, with the file's own columns."""
-    first = next(read_rows(file, max_row_bytes=DataOptions().max_row_bytes))
+    first = next(read_rows(file))
     row = decode_row(first)
     columns = guess_columns(row) if isinstance(row, Mapping) else {}
     if not columns:

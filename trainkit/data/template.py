@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import date
 from difflib import get_close_matches
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -64,22 +64,21 @@ class Escaper:
 STRFTIME = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1\s*\)")
 
 
-def freeze_dates(template: str, date: str) -> str:
+FROZEN_DATE = date(2024, 7, 26)
+"""What templates that print today's date print instead, so that the same data gives the same tokens
+on every day. It is the date Llama 3.1's own template falls back to."""
+
+
+def freeze_dates(template: str) -> str:
     """Put a fixed date into a template that asks for today's.
 
     A macro of the same name hides transformers' ``strftime_now``; it knows the formats that the
     template asks for.
     """
-    try:
-        day = datetime.strptime(date, "%Y-%m-%d")
-    except ValueError as error:
-        raise DataError(
-            f"{date!r} is not a date of the form YYYY-MM-DD", where="data.frozen_date"
-        ) from error
     if "strftime_now" not in template:
         return template
-    known = {form: day.strftime(form) for _, form in STRFTIME.findall(template)}
-    answer = f"{{{{ {json.dumps(known)}.get(format, {json.dumps(date)}) }}}}"
+    known = {form: FROZEN_DATE.strftime(form) for _, form in STRFTIME.findall(template)}
+    answer = f"{{{{ {json.dumps(known)}.get(format, '{FROZEN_DATE}') }}}}"
     # The empty expression keeps Jinja from trimming the template's own first line break.
     return f'{{% macro strftime_now(format) -%}}{answer}{{%- endmacro %}}{{{{ "" }}}}{template}'
 
@@ -203,7 +202,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: with a chat template and a fast (Rust) backend.
-        options: ``chat_template``, ``template_kwargs``, ``frozen_date``, ``escape_special`` and
+        options: ``chat_template``, ``template_kwargs``, ``escape_special`` and
             ``stop_token_ids`` are read.
         words: control tokens that no text may hold, whoever has written it.
 
@@ -224,7 +223,7 @@ class ChatTemplate:
         if options.thinking == "preserve":
             switches = {k: v for k, v in PRESERVING_SWITCHES.items() if k in self.text}
             self.kwargs = {**switches, **self.kwargs}
-        self._frozen = freeze_dates(self.text, options.frozen_date)
+        self._frozen = freeze_dates(self.text)
         self.added: dict[str, int] = {
             token.content: index for index, token in tokenizer.added_tokens_decoder.items()
         }
@@ -418,7 +417,7 @@ class ChatTemplate:
         if len(self.added_pattern.sub("", prefix).split()) > 3:
             notes.append(f"the template puts this before the first question: {prefix!r}")
         if "strftime_now" in self.text or "date_string" in self.text:
-            notes.append(f"the template prints a date; it is frozen at {self.options.frozen_date}")
+            notes.append(f"the template prints a date; it is frozen at {FROZEN_DATE}")
         return tuple(notes)
 
     def _try(self, messages: Sequence[Rendered]) -> str | None:

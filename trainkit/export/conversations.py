@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.data import DataOptions
 from trainkit.data.files import read_rows, resolve_files
 from trainkit.data.messages import Conversation, Row, RowError, TextRow
 from trainkit.data.prompt import conversation_of
@@ -153,7 +152,7 @@ def _rows_of(run: Path | None) -> Iterator[Prompt]:
         options = QuestionOptions(name, source.columns, plain_prompts=True)
         try:
             for file in resolve_files(str(home / Path(source.path).expanduser())):
-                for raw in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
+                for raw in read_rows(file):
                     with suppress(RowError):
                         _, row = read_question(raw, options)
                         if isinstance(row, Conversation | TextRow):

@@ -44,7 +44,7 @@ def served_template(
     others are fixed: llama.cpp's server gives ``enable_thinking`` to every template.
     """
     template = ChatTemplate(tokenizer, options)
-    text = freeze_dates(template.text, options.frozen_date)
+    text = freeze_dates(template.text)
     start = ""
     for name, value in template.kwargs.items():
         setting = f"{{%- set {name} = {_literal(value)} -%}}"

@@ -259,12 +259,7 @@ def training_options(run: Path | None) -> Mapping[str, Any]:
     options = record.get("options")
     if not isinstance(options, dict):
         return {}
-    if "system" in options:  # as runs before this version called it
-        options = {"system_policy": options["system"], **options}
-    kept = (
-        "system_policy", "template_kwargs", "chat_template", "frozen_date", "escape_special",
-        "thinking",
-    )  # fmt: skip
+    kept = ("system_policy", "template_kwargs", "chat_template", "escape_special", "thinking")
     return {key: options[key] for key in kept if key in options}
 
 

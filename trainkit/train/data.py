@@ -651,7 +651,7 @@ def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Co
     conversations = []
     for source in sources:
         for file in resolve_files(source.path):
-            for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
+            for row in read_rows(file):
                 try:
                     parsed = read_row(decode_row(row), source.format, source.columns)
                     if not isinstance(parsed, Conversation):

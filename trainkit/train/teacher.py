@@ -11,7 +11,6 @@ from trainkit.data.fields import teacher_of
 from trainkit.data.files import read_rows
 from trainkit.data.formats import decode_row
 from trainkit.data.messages import RowError
-from trainkit.data.options import DataOptions
 from trainkit.errors import DataError, ModelError
 from trainkit.models.loading import load_tokenizer
 from trainkit.objectives.distill import ToldDataset
@@ -76,7 +75,7 @@ def _read(data: TrainingData) -> None:
     said: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
     for number, part in enumerate(prepared.parts):
         for file, path in enumerate(part.paths):
-            for row in read_rows(path, max_row_bytes=DataOptions().max_row_bytes):
+            for row in read_rows(path):
                 try:
                     said[number, file, row.line] = teacher_of(decode_row(row))
                 except RowError:

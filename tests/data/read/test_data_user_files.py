@@ -11,7 +11,7 @@ from trainkit.errors import DataError
 
 
 def texts_of(file):
-    return [decode_row(row)["text"] for row in read_rows(file, max_row_bytes=10**9)]
+    return [decode_row(row)["text"] for row in read_rows(file)]
 
 
 def test_a_text_is_one_row_and_a_long_one_is_cut_behind_a_line(tmp_path, write):

@@ -56,7 +56,7 @@ ANSWERS = ("output", "completion", "code_only", "explanation_only")
 def trained(path, tokenizer, **options):
     """Ids and mask of every row of a file, only its last answer trained."""
     builder = SampleBuilder(tokenizer, DataOptions(mask="last_assistant", **options))
-    batch = builder.build(list(read_rows(path, max_row_bytes=2**20)), Source(str(path)))
+    batch = builder.build(list(read_rows(path)), Source(str(path)))
     assert not [event for event in batch.events if event.action == "dropped"], batch.events
     return [(sample.input_ids, sample.loss_mask) for sample in batch.samples]
 
@@ -83,7 +83,7 @@ def test_a_template_asks_what_it_trains_behind(tmp_path):
     tokenizer = make_tokenizer()
     asked = PromptRenderer(tokenizer).input_ids(question.row)
     source = Source(str(path), format="template", columns=columns)
-    rows = list(read_rows(path, max_row_bytes=2**20))
+    rows = list(read_rows(path))
     batch = SampleBuilder(tokenizer, DataOptions()).build(rows, source)
     (sample,) = batch.samples
     assert asked == sample.input_ids[: int(sample.loss_mask.argmax())].tolist()

@@ -90,7 +90,7 @@ def preview(
             view(prepared, subject.tokenizer, index, why, authors.turns(index))
             for index, why in chosen
         ]
-        bad = dropped_rows(prepared, max_row_bytes=subject.options.max_row_bytes)
+        bad = dropped_rows(prepared, with_excerpts=True)
         found = [*(each.to_dict() for each in views), *(row.to_dict() for row in bad)]
         for shown in found if as_json else ():
             tell(shown, as_json)

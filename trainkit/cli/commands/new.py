@@ -230,11 +230,10 @@ def _columns(path: str) -> dict[str, str]:
     from trainkit.data.files import read_rows
     from trainkit.data.formats import decode_row, detect, guess_columns, pair_of
     from trainkit.data.messages import RowError
-    from trainkit.data.options import DataOptions
     from trainkit.errors import DataError
 
     try:
-        first = next(read_rows(Path(plain).expanduser(), max_row_bytes=DataOptions().max_row_bytes))
+        first = next(read_rows(Path(plain).expanduser()))
         row = decode_row(first)
     except StopIteration:
         echo(f"{path}: there is no row in it", err=True)
