@@ -377,7 +377,7 @@ def _text_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
             yield RawRow(line, None, ("not_utf8", f"byte {error.start} of the text is not UTF-8"))
         else:
             first = text.lstrip().partition("\n")[0]
-            if line == 1 and first.startswith("{") and _is_json(first):
+            if line == 1 and first.startswith("{") and is_json(first):
                 raise DataError(
                     "the first line of this text is a JSON object",
                     where=str(file),
@@ -388,7 +388,7 @@ def _text_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
         line += block.count(b"\n")
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -5,7 +5,6 @@ answer that a row brings along is left out, and a row may come without one.
 """
 
 import base64
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from trainkit.data.files import (
     TEXT,
     RawRow,
     container,
+    is_json,
     open_bytes,
     read_rows,
     resolve_files,
@@ -118,20 +118,12 @@ def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conv
         raise DataError(f"the questions cannot be read: {error}", where=str(file)) from error
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line.strip()]
-    if lines and all(line.startswith("{") and _is_json(line) for _, line in lines):
+    if lines and all(line.startswith("{") and is_json(line) for _, line in lines):
         raise DataError(
             "every line of this text is a JSON object", where=str(file), fix="rename it to .jsonl"
         )
     for number, line in lines:
         yield number, ({}, Conversation((Message("user", line),)))
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def read_question(raw: RawRow, options: QuestionOptions) -> tuple[dict[str, Any], Row]:

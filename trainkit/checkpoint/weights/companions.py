@@ -212,9 +212,10 @@ def build_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> str:
         CheckpointError: the special tokens are not listed, or do not follow the vocabulary.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     ranks = read_ranks(path)
-    letters = _byte_letters()
+    letters = bytes_to_unicode()  # the printable stand-ins of bytes
     words = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocabulary = {words[token]: rank for token, rank in ranks.items()}
     merges = [(words[left], words[right]) for left, right in _merges(ranks)]
@@ -281,11 +282,3 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         merges += sorted(known, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
     return merges
-
-
-def _byte_letters() -> dict[int, str]:
-    """The printable stand-in of each byte that byte-level tokenizers use (from GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in letters)
-    return letters | {byte: chr(256 + index) for index, byte in enumerate(others)}
