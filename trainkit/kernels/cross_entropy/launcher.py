@@ -1,9 +1,5 @@
 """Launching the cross-entropy kernels: settings by shape, and the arguments' order."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from trainkit.kernels.cross_entropy import kernel
@@ -14,9 +10,6 @@ from trainkit.kernels.launch import (
     num_multiprocessors,
     remembered,
 )
-
-if TYPE_CHECKING:
-    from trainkit.kernels.cross_entropy.function import LossOptions
 
 CROSS_ENTROPY = Kernel(kernel.cross_entropy_rows)
 SUM_LOSSES = Kernel(kernel.sum_losses)
@@ -40,7 +33,7 @@ def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
 def launch(
     logits: Tensor,
     labels: Tensor,
-    options: LossOptions,
+    options: tuple[int, float, float | None, float],
     *,
     scale: Tensor | float,
     make_scale: bool = False,
@@ -57,7 +50,7 @@ def launch(
     Args:
         logits: (N, V), unit column stride.
         labels: (N,), contiguous.
-        options: the loss.
+        options: the loss, `LossOptions`.
         scale: factor of the gradients (not of the losses): a number, a 0-d tensor, or one a row
             (N,), contiguous.
         make_scale: the scale is a tensor that receives one over num_items, or over the number of
@@ -70,6 +63,7 @@ def launch(
         skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
         codes: (N, V) e4m3, unit column stride, and (N, 1) fp32 receive the gradients in 8 bits.
     """
+    ignore_index, label_smoothing, softcap, z_loss = options
     num_rows, vocab = logits.shape
     block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
     if skip_unit_grad_output:  # most often nothing is left to do: one wave of programs says so
@@ -93,7 +87,7 @@ def launch(
             *(codes or (filler, filler)),
         ),
         (logits.stride(0), out.stride(0), codes[0].stride(0) if codes else 0),
-        (num_rows, programs, options.ignore_index, value),
+        (num_rows, programs, ignore_index, value),
         (
             kind,
             grad_output is not None,
@@ -102,9 +96,9 @@ def launch(
             correct is not None,
             dlogits is not None,
             codes is not None,
-            options.label_smoothing,
-            options.softcap or 0.0,
-            options.z_loss,
+            label_smoothing,
+            softcap or 0.0,
+            z_loss,
             vocab,
             block,
             streamed,
