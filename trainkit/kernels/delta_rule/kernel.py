@@ -379,8 +379,7 @@ def _inside(
     query = _tile(q_ptr + key_head * q_head, rows, q_token, cols, mask, K)
     key = _tile(k_ptr + key_head * k_head, rows, k_token, cols, mask, K)
     y = rq[:, None] * _dot(query, tl.trans(key), OPERAND, PRECISION) * m
-    y = tl.where(at[:, None] > at[None, :], y, 0.0)  # the diagonal has no decay
-    dcum = tl.sum(y, axis=1) - tl.sum(y, axis=0)
+    pairs = tl.where(at[:, None] > at[None, :], y, 0.0)  # the diagonal has no decay
 
     xn = tl.zeros((64, 64), tl.float32)
     xn_t = tl.zeros((64, 64), tl.float32)
@@ -400,8 +399,9 @@ def _inside(
     n = -xn * _decay(cum, True, False)
     y = rk[:, None] * _dot(key, tl.trans(key), OPERAND, PRECISION) * n * rk[None, :]
     tl.store(dbeta_ptr + spot, dbeta + tl.sum(y, axis=1), mask=mask)
-    y *= beta[:, None]
-    dcum += tl.sum(y, axis=1) - tl.sum(y, axis=0)
+    # The two nearly cancel where one key comes again and again: added before they are summed up.
+    pairs += beta[:, None] * y
+    dcum = tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0)
     n = beta[:, None] * n - beta[None, :] * xn_t * _decay(cum, True, True)
     tl.store(n_ptr + square, (n * rk[None, :]).to(dtype))
     carried = tl.zeros((64,), tl.float32)
