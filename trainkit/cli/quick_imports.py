@@ -31,6 +31,16 @@ def import_quantisation() -> None:
         torch.compile = at_once
 
 
+def leave_sklearn_out() -> None:
+    """Let transformers import without scikit-learn, which brings scipy and pandas along.
+
+    Some versions import it at once: a second or two, for drafts by an assistant model alone.
+    """
+    from transformers import utils
+
+    vars(utils)["is_sklearn_available"] = lambda: False
+
+
 def leave_deepspeed_out() -> None:
     """Let accelerate ask for DeepSpeed's engine only where DeepSpeed was imported.
 

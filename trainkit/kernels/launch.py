@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainkit.kernels import ahead
+
 try:
     import triton
 except ImportError:  # a machine without Triton runs the references
@@ -60,6 +62,24 @@ def launches(flops: float = 0.0) -> bool:
         return True
     _shapes_only.append(flops)
     return False
+
+
+def run_jitted(
+    jitted: Any,
+    grid: tuple[int, ...],
+    on: Tensor,
+    *arguments: Any,
+    flops: float = 0.0,
+    **options: Any,
+) -> None:
+    """Launch a kernel by Triton's own way on a tensor's device, where kernels run at all."""
+    if not launches(flops):
+        ahead.note(jitted, arguments, options)
+        return
+    if not torch.compiler.is_compiling():
+        ahead.wait_for(jitted)
+    with device_of(on):
+        jitted[grid](*arguments, **options)
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -127,11 +147,17 @@ def _multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def gpu_of(tensor: Tensor) -> int | None:
+    """The index of the GPU that the tensor is on, or that it stands for; None without one."""
+    return tensor.get_device() if tensor.is_cuda else ahead.device()
+
+
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; two under the interpreter, to exercise the loops."""
-    if _shapes_only is not None:
-        return 132  # an H100's, H200's
-    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+    device = gpu_of(tensor)
+    if device is None:
+        return 2 if _shapes_only is None else 132  # an H100's, H200's
+    return _multiprocessors(device)
 
 
 SMALLEST_SHARED_BYTES = 99 * 1024
@@ -146,7 +172,8 @@ def _shared_bytes(device_index: int) -> int:
 
 def shared_bytes(tensor: Tensor) -> int:
     """Bytes of shared memory a block can have on the tensor's GPU; the least of all without one."""
-    return _shared_bytes(tensor.get_device()) if tensor.is_cuda else SMALLEST_SHARED_BYTES
+    device = gpu_of(tensor)
+    return SMALLEST_SHARED_BYTES if device is None else _shared_bytes(device)
 
 
 def next_power_of_2(n: int) -> int:
@@ -233,6 +260,8 @@ class Kernel:
             products: how often it multiplies and adds in products of matrices.
         """
         if not launches(2.0 * products):
+            arguments = (*map(_dtype, pointers), *strides, *free, *constants)
+            ahead.note(self.jitted, arguments, {"num_warps": num_warps, "num_stages": num_stages})
             return
         if torch.compiler.is_compiling() or INTERPRETING:
             self.jitted[programs,](
@@ -252,6 +281,7 @@ class Kernel:
             mixed |= address
         as_compiled = as_compiled and not mixed & 15
         if ready is None or not as_compiled or device != torch._C._cuda_getDevice():
+            ahead.wait_for(self.jitted)
             with torch.cuda.device(device):
                 compiled = self.jitted[programs,](
                     *pointers,

@@ -18,7 +18,7 @@ from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters, packed_kind
-from trainkit.models.loading import load_config, load_model
+from trainkit.models.loading import load_config, load_model, move
 from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
@@ -93,7 +93,7 @@ def packed_base(
         return model.to(device), None
     if fp8.options.loss_budget != ALL:
         refuse_too_large(model, device)
-        model = model.to(device)  # what rounding costs is measured on the plain model
+        move(model, device)  # what rounding costs is measured on the plain model
     choice = decide(model, fp8, device, frozen=True, whole=kept)
     head = model.get_output_embeddings()
     both = [

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -269,7 +271,7 @@ def load_model(
     if source.adds_tokens:
         grow(model, new_tokens(source))
     if device is not None and getattr(model, "hf_quantizer", None) is None:
-        _move(model, device)
+        move(model, device)
     # Packing is isolated only without a cache, and training never needs one.
     set_use_cache(model.config, False)
     return model
@@ -335,18 +337,40 @@ def _model_class(loader: Any, config: PreTrainedConfig) -> type:
     return chosen
 
 
-def _move(model: PreTrainedModel, device: torch.device) -> None:
+def move(model: nn.Module, device: torch.device) -> None:
     """Move what has memory here; the rest of a model that is on several ranks stays as it is."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(device)
-        return
+    place = torch.empty(0, device=device).device  # "cuda" alone is another GPU on another thread
+    own = threading.local()
+
+    def copy(parameter: nn.Parameter) -> None:
+        parameter.data = _copied(parameter.data, place, own)
+
+    with ThreadPoolExecutor(_COPIES) as pool:
+        list(pool.map(copy, (each for each in model.parameters() if not each.is_meta)))
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(place)
+
+
+_COPIES = 4
+_STAGE = 2**24
+"""Bytes of pinned memory on the way, and threads that fill it. A GPU reads pinned memory ten times
+as fast as one thread reads a mapped file, which is what a plain copy waits for."""
+
+
+def _copied(source: Tensor, device: torch.device, own: threading.local) -> Tensor:
+    if device.type != "cuda" or source.is_cuda or not source.is_contiguous():
+        return source.to(device)
+    if not hasattr(own, "stage"):
+        own.stage = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    here, there = (each.view(-1).view(torch.uint8).split(_STAGE) for each in (source, target))
+    for part, goal in zip(here, there, strict=True):
+        staged = own.stage[: len(part)].copy_(part)
+        goal.copy_(staged, non_blocking=True)
+        torch.cuda.current_stream(device).synchronize()
+    return target
 
 
 def set_use_cache(config: PreTrainedConfig, value: bool) -> None:

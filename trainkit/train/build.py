@@ -25,6 +25,7 @@ from transformers import set_seed
 from trainkit.auto_class import without_adapters
 from trainkit.data.template import leave_memory_alone
 from trainkit.errors import CheckpointError, ProofError, StoppedError
+from trainkit.kernels import ahead
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
 from trainkit.options.training import REFERRING
@@ -212,6 +213,7 @@ def _trained(loop: Loop) -> NumberError | MemoryShortageError | None:
     """Train; a step that the run goes back behind is returned, and any other error raised."""
     run = loop.run
     leave_memory_alone()
+    ahead.wait_for_all()
     with saving_on_signals(run.stop, run.console.note):
         try:
             loop.train(None if run.point is None else run.point.checkpoint)

@@ -14,6 +14,7 @@ from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import CONTEXT_GIB, GIB, RESERVED, peak
 from trainkit.estimate.recipe import plan_of, replanning, uncounted
+from trainkit.kernels import ahead
 from trainkit.parallel.agreement import largest_of
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.run import Run
@@ -30,8 +31,11 @@ def expect(run: Run, gpu: Gpu) -> Estimate | None:
     if not run.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
     replan = replanning(run.loaded, run.process.world_size)
-    found = estimate(plan, gpu, notes=uncounted(run.recipe, plan.shape), replan=replan)
+    own = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with ahead.noting(own) as noted:
+        found = estimate(plan, gpu, notes=uncounted(run.recipe, plan.shape), replan=replan)
     _judge(found, run)
+    ahead.compile_noted(noted, run.process.world_size)
     return found
 
 

@@ -142,7 +142,11 @@ def sft(
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
-    from trainkit.cli.quick_imports import import_quantisation, leave_deepspeed_out
+    from trainkit.cli.quick_imports import (
+        import_quantisation,
+        leave_deepspeed_out,
+        leave_sklearn_out,
+    )
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
     from trainkit.train.resume.given import refuse_unlike_hosts
@@ -162,6 +166,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
+        leave_sklearn_out()
         leave_deepspeed_out()
         from trainkit.train.build import run_sft
         from trainkit.train.quiet import trackers_ended

@@ -15,9 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trainkit.kernels.experts.route_kernel import ROWS, Route
 from trainkit.kernels.launch import (
     INTERPRETING,
-    device_of,
-    launches,
     num_multiprocessors,
+    run_jitted,
     shared_bytes,
 )
 from trainkit.kernels.lora.products import precision
@@ -104,7 +103,7 @@ def grouped_product(
     rows, depth = x.shape
     cols = weight.shape[1 if transposed else 2]
     y = x.new_empty((rows, cols))
-    if not y.numel() or not launches(2.0 * rows * depth * cols):
+    if not y.numel():
         return y
     block_cols, block_depth = _block(x)
     block_rows = ROWS
@@ -119,30 +118,33 @@ def grouped_product(
     if left is not None and right is not None:
         left_desc = TensorDescriptor.from_tensor(left, [block_rows, rank])
         right_desc = TensorDescriptor.from_tensor(right.view(-1, cols), [rank, block_cols])
-    with device_of(x):
-        _grouped[(programs,)](
-            x_desc,
-            w_desc,
-            TensorDescriptor.from_tensor(y, [block_rows, block_cols // 2]),
-            left_desc,
-            right_desc,
-            y,
-            route.ends,
-            route.tile_expert,
-            route.tile_row,
-            route.num_tiles,
-            cols,
-            depth,
-            block_rows,
-            block_cols,
-            block_depth,
-            rank,
-            transposed,
-            programs,
-            precision(x.dtype),
-            num_warps=8,
-            num_stages=3,
-        )  # fmt: skip
+    run_jitted(
+        _grouped,
+        (programs,),
+        x,
+        x_desc,
+        w_desc,
+        TensorDescriptor.from_tensor(y, [block_rows, block_cols // 2]),
+        left_desc,
+        right_desc,
+        y,
+        route.ends,
+        route.tile_expert,
+        route.tile_row,
+        route.num_tiles,
+        cols,
+        depth,
+        block_rows,
+        block_cols,
+        block_depth,
+        rank,
+        transposed,
+        programs,
+        precision(x.dtype),
+        num_warps=8,
+        num_stages=3,
+        flops=2.0 * rows * depth * cols,
+    )
     return y
 
 
@@ -199,28 +201,29 @@ def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
     out = a.new_empty((num_experts, a.shape[1], b.shape[1]))
     if not a.shape[0]:
         return out.zero_()
-    if not launches(2.0 * a.shape[0] * a.shape[1] * b.shape[1]):
-        return out
     block_m = 64 if INTERPRETING else 128
     block_n, depth = _block(a)
     programs = num_multiprocessors(a)
-    with device_of(a):
-        _outer[(programs,)](
-            TensorDescriptor.from_tensor(a, [depth, block_m]),
-            TensorDescriptor.from_tensor(b, [depth, block_n]),
-            a,
-            b,
-            out,
-            route.ends,
-            a.shape[1],
-            b.shape[1],
-            num_experts,
-            block_m,
-            block_n,
-            depth,
-            programs,
-            precision(a.dtype),
-            num_warps=8,
-            num_stages=3,
-        )
+    run_jitted(
+        _outer,
+        (programs,),
+        a,
+        TensorDescriptor.from_tensor(a, [depth, block_m]),
+        TensorDescriptor.from_tensor(b, [depth, block_n]),
+        a,
+        b,
+        out,
+        route.ends,
+        a.shape[1],
+        b.shape[1],
+        num_experts,
+        block_m,
+        block_n,
+        depth,
+        programs,
+        precision(a.dtype),
+        num_warps=8,
+        num_stages=3,
+        flops=2.0 * a.shape[0] * a.shape[1] * b.shape[1],
+    )
     return out

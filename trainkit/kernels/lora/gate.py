@@ -15,10 +15,11 @@ from trainkit.kernels.fp8.reference import FP8
 from trainkit.kernels.launch import (
     HAS_TRITON,
     INTERPRETING,
-    device_of,
+    gpu_of,
     launches,
     num_multiprocessors,
     remembered,
+    run_jitted,
 )
 from trainkit.kernels.lora.products import pad_rank, precision, takes_kernel, total
 
@@ -156,7 +157,8 @@ def _takes_blocks(largest_rank: int, wide: tuple[Tensor, ...]) -> bool:
             return False
         if tensor.stride(0) % 8 or (launches() and tensor.data_ptr() % 16):  # in units of 16 bytes
             return False
-    return INTERPRETING or (wide[0].is_cuda and _is_hopper(wide[0].get_device()))
+    device = gpu_of(wide[0])
+    return INTERPRETING or (device is not None and _is_hopper(device))
 
 
 @remembered
@@ -193,22 +195,24 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
     slots = tile.programs * num_multiprocessors(h)
     splits, per_split = split(max(num_blocks, 1), num_tiles, slots)
     parts = h.new_empty((splits, num_rows, r_down), dtype=torch.float32) if r_down else h
-    if h.numel() and launches():
-        with device_of(h):
-            gate_kernel.gate_forward_kernel[(num_blocks, splits)](
-                _wide(ops.gate, tile, way),
-                _wide(ops.up, tile, way),
-                *ops.inner(in_place_of_none=h),
-                *ops.factors(in_place_of_none=h),
-                _wide(h, tile, way),
-                parts,
-                ops.gate.stride(0),
-                ops.xa_stride(),
-                num_cols,
-                num_rows,
-                per_split,
-                **_constants(ops, tile, way),
-            )
+    if h.numel():
+        run_jitted(
+            gate_kernel.gate_forward_kernel,
+            (num_blocks, splits),
+            h,
+            _wide(ops.gate, tile, way),
+            _wide(ops.up, tile, way),
+            *ops.inner(in_place_of_none=h),
+            *ops.factors(in_place_of_none=h),
+            _wide(h, tile, way),
+            parts,
+            ops.gate.stride(0),
+            ops.xa_stride(),
+            num_cols,
+            num_rows,
+            per_split,
+            **_constants(ops, tile, way),
+        )
     return h, total(parts).to(h.dtype) if r_down else None
 
 
@@ -261,35 +265,35 @@ def gate_backward(
     largest = None
     if column_factors is not None:
         largest = dh.new_empty((num_blocks, num_rows), dtype=torch.int32)
-    if not launches():
-        return _gradients(total(parts), ops, largest)
-    with device_of(dh):
-        gate_kernel.gate_backward_kernel[(num_blocks, splits)](
-            _wide(ops.gate, tile, way),
-            _wide(ops.up, tile, way),
-            _wide(dh, tile, way),
-            *ops.inner(in_place_of_none=dh),
-            p_down if p_down is not None else dh,
-            *ops.factors(in_place_of_none=dh),
-            _wide(dgate, tile, way),
-            _wide(dup, tile, way),
-            parts,
-            *(column_factors or (dh, dh)),
-            dh if largest is None else largest,
-            ops.gate.stride(0),
-            dgate.stride(0),
-            dh.stride(0),
-            ops.xa_stride(),
-            num_cols,
-            num_rows,
-            per_split * tile.tokens,
-            float(scales[0]),
-            float(scales[1]),
-            R_MAX=widest,
-            LARGEST=largest is not None,
-            **_constants(ops, tile, way),
-            **_registers(tile, way) if largest is not None else {},
-        )
+    run_jitted(
+        gate_kernel.gate_backward_kernel,
+        (num_blocks, splits),
+        dh,
+        _wide(ops.gate, tile, way),
+        _wide(ops.up, tile, way),
+        _wide(dh, tile, way),
+        *ops.inner(in_place_of_none=dh),
+        p_down if p_down is not None else dh,
+        *ops.factors(in_place_of_none=dh),
+        _wide(dgate, tile, way),
+        _wide(dup, tile, way),
+        parts,
+        *(column_factors or (dh, dh)),
+        dh if largest is None else largest,
+        ops.gate.stride(0),
+        dgate.stride(0),
+        dh.stride(0),
+        ops.xa_stride(),
+        num_cols,
+        num_rows,
+        per_split * tile.tokens,
+        float(scales[0]),
+        float(scales[1]),
+        R_MAX=widest,
+        LARGEST=largest is not None,
+        **_constants(ops, tile, way),
+        **_registers(tile, way) if largest is not None else {},
+    )
     return _gradients(total(parts), ops, largest)
 
 
