@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 371, "code": 60_450, "words": 10_850},
+    "trainkit": {"files": 375, "code": 60_450, "words": 10_850},
     "tests": {"code": 41_450},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_550},
