@@ -48,6 +48,24 @@ print(Accelerator(cpu=True).unwrap_model(Engine(model)) is model)
 """
 
 
+LEFT_OUT = """
+import sys
+from trainkit.cli.quick_imports import leave_others_out
+
+leave_others_out()
+import trainkit.train.build
+print([each for each in ("sklearn", "scipy", "pandas", "datasets") if each in sys.modules])
+"""
+
+
+def test_a_run_is_imported_without_what_transformers_takes_along():
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[0] == "[]"
+
+
 def test_deepspeed_is_imported_by_runs_that_shard_with_it():
     done = subprocess.run(
         [sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, check=False

@@ -31,14 +31,16 @@ def import_quantisation() -> None:
         torch.compile = at_once
 
 
-def leave_sklearn_out() -> None:
-    """Let transformers import without scikit-learn, which brings scipy and pandas along.
+def leave_others_out() -> None:
+    """Let transformers import without packages that it takes along wherever they are installed.
 
-    Some versions import it at once: a second or two, for drafts by an assistant model alone.
+    Drafts by an assistant model ask for scikit-learn, losses of object detection for scipy, its own
+    Trainer for datasets: with pandas some thousand files, and a run does none of this.
     """
     from transformers import utils
 
-    vars(utils)["is_sklearn_available"] = lambda: False
+    for package in ("sklearn", "scipy", "datasets"):
+        vars(utils)[f"is_{package}_available"] = lambda: False
 
 
 def leave_deepspeed_out() -> None:

@@ -145,7 +145,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
     from trainkit.cli.quick_imports import (
         import_quantisation,
         leave_deepspeed_out,
-        leave_sklearn_out,
+        leave_others_out,
     )
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
@@ -166,7 +166,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
-        leave_sklearn_out()
+        leave_others_out()
         leave_deepspeed_out()
         from trainkit.train.build import run_sft
         from trainkit.train.quiet import trackers_ended
