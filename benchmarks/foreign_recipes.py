@@ -183,7 +183,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         )
         if found["training.lr_scheduler_type"] == "constant":
             found.pop("training.warmup_steps")
-    if cfg.get("load_in_4bit") and re.search(r"Mixtral|A\d+B|MoE", cfg["base_model"]):
+    if cfg.get("adapter") and cfg.get("load_in_4bit"):
         packs = cfg.get("quantize_moe_experts") or cfg.get("llama4_linearized_experts")
         found["lora.quantize_experts"] = bool(packs)
     if cfg.get("adapter"):
