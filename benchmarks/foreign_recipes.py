@@ -369,6 +369,9 @@ def unsloth(text: str) -> dict[str, Any]:
         given = re.findall(rf"^\s+{name}\s*=\s*([-\d.e]+)", before, re.M)
         if given:
             found[f"training.{name}"] = kind(given[-1])
+    rates = re.findall(r"embedding_learning_rate\s*=\s*([-\d.e]+)", before)
+    if rates:
+        found["lora.saved_lr_ratio"] = float(rates[-1]) / found["training.learning_rate"]
     for theirs_, ours, kind in (("r", "lora.r", int), ("lora_alpha", "lora.alpha", int)):
         given = re.findall(rf"^\s+{theirs_}\s*=\s*(\d+)\s*,", before, re.M)
         if given:

@@ -90,6 +90,27 @@ def test_b_learns_at_the_ratio_and_a_at_the_rate(runs, project):
     assert rates[0]["learning_rate"] == pytest.approx(1e-2), "the log has the recipe's rate"
 
 
+def test_modules_that_are_saved_whole_learn_at_the_ratio(project):
+    saved = ("lora.modules_to_save=[embed_tokens]",)
+    own = (*saved, "lora.saved_lr_ratio=0.25")
+    for name, given in {"one": saved, "own": own}.items():
+        assert project.sft(*START, name, *given).code == 0
+    assert project.sft(*START, "parts", *own, kill_at=3) is None
+    assert project.sft("--resume", "parts").code == 0
+    assert record(project.root / "parts") == record(project.root / "own")
+    refused = project.sft("--resume", "own", "lora.saved_lr_ratio=0.5", "training.max_steps=5")
+    assert "lora.saved_lr_ratio: 0.25 -> 0.5" in refused.err
+    at_one, at_own = (adapters(project.root / name, 1) for name in ("one", "own"))
+    base = load_file(project.root / "m/model.safetensors")["model.embed_tokens.weight"].float()
+    for name, value in at_one.items():
+        if "embed_tokens" in name:
+            moves = [each.float() - base for each in (value, at_own[name])]
+            assert moves[0].abs().max() > 0
+            torch.testing.assert_close(moves[1], 0.25 * moves[0], rtol=0, atol=4e-4)  # bf16
+        else:
+            assert torch.equal(at_own[name], value)
+
+
 def test_a_continued_run_draws_the_same_noise_and_keeps_the_rates(runs):
     assert record(runs / "parts") == record(runs / "whole")
     assert record(runs / "whole")["final"] != record(runs / "plain")["final"]

@@ -224,6 +224,15 @@ def turns(row):
         ).replace("train_dataset=rows", 'train_dataset=rows["train"], eval_dataset=rows["test"]')
         assert recipe_of(tmp_path, self.translated(tmp_path, split).text).data.eval == 9
 
+    def test_an_embedding_that_trains_whole_at_its_own_rate(self, tmp_path):
+        whole = SCRIPT.replace('["q_proj"]', '["q_proj", "lm_head"]').replace(
+            "packing=False,\n    args=SFTConfig(",
+            "packing=False,\n    args=UnslothTrainingArguments(embedding_learning_rate=2e-5, ",
+        )
+        lora = recipe_of(tmp_path, self.translated(tmp_path, whole).text).lora
+        assert (lora.target_modules, lora.modules_to_save) == (["q_proj"], ["lm_head"])
+        assert lora.saved_lr_ratio == pytest.approx(0.1)
+
     def test_a_trainer_of_preferences(self, tmp_path):
         rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")
         found = self.translated(tmp_path, rows.replace("SFT", "DPO").replace("packing=False,", ""))

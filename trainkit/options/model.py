@@ -443,6 +443,9 @@ class LoraOptions(Section):
     lora_plus_ratio: float | None = Field(
         None, gt=0, description="Learning rate of B over that of A (LoRA+, usually 16)."
     )
+    saved_lr_ratio: float | None = Field(
+        None, gt=0, description="Learning rate of modules_to_save over that of the adapters."
+    )
     offload_activations: Annotated[Literal["auto", True, False], OnResume(ACTS)] = Field(
         "auto",
         description="Checkpointed activations wait in host memory; auto does on a GPU where the "
@@ -479,6 +482,12 @@ class LoraOptions(Section):
                     f"{key} reads the base's own weights, and they are fp8 codes",
                     f"remove lora.{key}, or lora.quantize",
                 )
+        if self.saved_lr_ratio is not None and self.lora_plus_ratio is not None:
+            raise broken_rule(
+                "lora.saved_lr_ratio",
+                "next to lora_plus_ratio it has not been held against a run with either",
+                "remove one of the two",
+            )
         if self.quantize == "fp8" and not self.quantize_experts:
             raise broken_rule(
                 "lora.quantize_experts",

@@ -440,7 +440,7 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
             "write on_bad_numbers: stop, or remove optim_in_backward",
         )
     name = optimizer_row(training.get("optim")).name
-    rate, plus = training.get("learning_rate", 5e-5), lora and lora.lora_plus_ratio
+    rate = training.get("learning_rate", 5e-5)
     if rate == 0:
         yield (
             "training.learning_rate",
@@ -448,9 +448,9 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
             "1.0e-5 is usual for all weights, 1.0e-4 for adapters; trainkit eval measures without "
             "training",
         )
-    rates = {"training.learning_rate": rate, "lora.lora_plus_ratio": rate * (plus or 0)}
-    for key, value in rates.items():  # the sign of an exponent was lost; sgd's steps are gradients
-        if value > 1 and name != "sgd":
+    for key in ("training.learning_rate", "lora.lora_plus_ratio", "lora.saved_lr_ratio"):
+        value = rate * (getattr(lora, key[5:], None) or 0 if key.startswith("lora") else 1)
+        if value > 1 and name != "sgd":  # an exponent's sign was lost; sgd's steps are gradients
             yield (
                 key,
                 f"a learning rate of {value:g} moves each weight by more than its own size a "

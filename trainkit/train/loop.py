@@ -236,6 +236,7 @@ class Loop(LoopState):
             model,
             self.args,
             lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
+            saved_lr_ratio=recipe.lora.saved_lr_ratio if recipe.lora else None,
             in_backward=recipe.optim_in_backward,
             keeps_masters=recipe.model.master_weights,
             engine_keeps_masters=engine.keeps_masters,

@@ -169,26 +169,29 @@ def parameter_groups(
     weight_decay: float,
     learning_rate: float,
     lora_plus_ratio: float | None,
+    saved_lr_ratio: float | None = None,
     options_of: Callable[[nn.Parameter], Mapping[str, Any]] = lambda _: {},
 ) -> list[dict[str, Any]]:
-    """Trained parameters in groups: with and without weight decay, and LoRA's B matrices apart.
+    """Trained parameters in groups: with and without weight decay, and those with other rates.
 
-    With ``lora_plus_ratio`` LoRA's B matrices learn so many times faster (LoRA+, arXiv:2402.12354).
+    With ``lora_plus_ratio`` LoRA's B matrices learn so many times faster (LoRA+, arXiv:2402.12354),
+    with ``saved_lr_ratio`` modules that are saved whole.
     """
-    groups: dict[tuple[bool, bool, tuple[Any, ...]], list[nn.Parameter]] = {}
+    ratios = {".lora_B.": lora_plus_ratio, ".modules_to_save.": saved_lr_ratio}
+    groups: dict[tuple[bool, float | None, tuple[Any, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_fast = lora_plus_ratio is not None and ".lora_B." in name
+            ratio = next((ratio for part, ratio in ratios.items() if part in name), None)
             own = tuple(options_of(parameter).items())
-            groups.setdefault((name in decay_names, is_fast, own), []).append(parameter)
+            groups.setdefault((name in decay_names, ratio, own), []).append(parameter)
     return [
         {
             "params": parameters,
             "weight_decay": weight_decay if decays else 0.0,
-            **({"lr": learning_rate * (lora_plus_ratio or 1.0)} if is_fast else {}),
+            **({} if ratio is None else {"lr": learning_rate * ratio}),
             **dict(own),
         }
-        for (decays, is_fast, own), parameters in groups.items()
+        for (decays, ratio, own), parameters in groups.items()
     ]
 
 
@@ -227,6 +230,7 @@ def make_optimizer(
     args: TrainingArguments,
     *,
     lora_plus_ratio: float | None = None,
+    saved_lr_ratio: float | None = None,
     in_backward: bool = False,
     keeps_masters: bool = True,
     engine_keeps_masters: bool,
@@ -238,6 +242,7 @@ def make_optimizer(
         model: adapters attached, on its device.
         args: what transformers reads.
         lora_plus_ratio: see `parameter_groups`.
+        saved_lr_ratio: likewise.
         in_backward: each parameter steps in the backward pass.
         keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
@@ -261,6 +266,7 @@ def make_optimizer(
         weight_decay=args.weight_decay,
         learning_rate=args.learning_rate,
         lora_plus_ratio=lora_plus_ratio,
+        saved_lr_ratio=saved_lr_ratio,
         options_of=options_of,
     )
     if num_ranks > 1 and averages_gradients(row.name, in_backward):
