@@ -180,7 +180,20 @@ def located(conversation: Conversation, folder: Path) -> Conversation:
     return replace(conversation, messages=tuple(moved))
 
 
-def content_of(message: Message) -> str | list[dict[str, str]]:
+def as_turn(message: Message) -> dict[str, Any]:
+    """A message as a row of messages has it, so that it trains again."""
+    fields = ("name", "tool_call_id", "train")
+    known = {"reasoning_content": message.reasoning} | {k: getattr(message, k) for k in fields}
+    turn: dict[str, Any] = {"role": message.role, "content": _content_of(message)}
+    turn |= {key: value for key, value in known.items() if value is not None}
+    for call in message.tool_calls:
+        called: dict[str, Any] = {"type": "function"} | ({"id": call["id"]} if call["id"] else {})
+        called["function"] = {"name": call["name"], "arguments": call["arguments"]}
+        turn.setdefault("tool_calls", []).append(called)
+    return turn
+
+
+def _content_of(message: Message) -> str | list[dict[str, str]]:
     """The content of a message as a row has it: parts, where it has images."""
     if not message.images:
         return message.content

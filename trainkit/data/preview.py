@@ -6,7 +6,7 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,36 +39,10 @@ EXCERPT = 400
 """So many characters of a row are shown."""
 
 
-@dataclass(frozen=True)
-class DroppedRow:
-    """One row that is not used.
-
-    Attributes:
-        id: ``file:line``.
-        reason: a stable code.
-    """
-
-    id: str
-    source: str
-    reason: str
-    detail: str
-    excerpt: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys that ``data preview --json`` prints for a dropped row."""
-        return {
-            "id": self.id,
-            "source": self.source,
-            "dropped": self.reason,
-            "detail": self.detail,
-            "row": self.excerpt,
-        }
-
-
 def dropped_rows(
     data: PreparedData, *, per_reason: int = PER_REASON, with_excerpts: bool = False
-) -> list[DroppedRow]:
-    """The first dropped rows of each reason, in the order of the files.
+) -> list[dict[str, str]]:
+    """The first dropped rows of each reason, in the order of the files, as JSON shows them.
 
     Rows are read again for their excerpts.
     """
@@ -95,7 +69,8 @@ def dropped_rows(
         for entry in chosen:
             file = int(entry.file)
             place, text = f"{part.files[file]}:{entry.line}", texts.get((file, entry.line), "")
-            found.append(DroppedRow(place, part.name, entry.reason, entry.detail, text))
+            row = {"id": place, "source": part.name, "dropped": entry.reason}
+            found.append({**row, "detail": entry.detail, "row": text})
     return found
 
 
@@ -116,32 +91,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One image of a sample.
-
-    Attributes:
-        path: of its file, or the one that keeps the bytes of rows.
-        height, width: as it is looked at.
-        thumbnail: a data URI of a small one.
-    """
-
-    path: str
-    height: int
-    width: int
-    num_tokens: int
-    thumbnail: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys that ``data preview --json`` prints."""
-        return {
-            "path": self.path,
-            "height": self.height,
-            "width": self.width,
-            "tokens": self.num_tokens,
-        }
-
-
-@dataclass(frozen=True)
 class View:
     """One sample to look at.
 
@@ -150,6 +99,8 @@ class View:
         input_ids, labels: as the model gets them; -100 is not trained.
         tokens: the text of each token.
         missed: ranges of tokens that belong to an answer and are not trained.
+        images: of each its file (or the one that keeps the bytes of rows), its size as it is looked
+            at, its tokens, and a data URI of a small one.
     """
 
     id: str
@@ -160,7 +111,7 @@ class View:
     tokens: list[str]
     runs: tuple[Run, ...]
     missed: tuple[tuple[int, int], ...] = ()
-    images: tuple[Shown, ...] = ()
+    images: tuple[dict[str, Any], ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -169,6 +120,7 @@ class View:
 
     def to_dict(self) -> dict[str, Any]:
         """The keys that ``data preview --json`` prints."""
+        images = [{k: v for k, v in each.items() if k != "thumbnail"} for each in self.images]
         return {
             "id": self.id,
             "source": self.source,
@@ -177,7 +129,7 @@ class View:
             "tokens": self.tokens,
             "num_trained_tokens": self.num_trained_tokens,
             "untrained_answer": [list(pair) for pair in self.missed],
-            **({"images": [image.to_dict() for image in self.images]} if self.images else {}),
+            **({"images": images} if images else {}),
         }
 
 
@@ -222,7 +174,7 @@ THUMBNAIL = 160
 """Pixels of its longer side."""
 
 
-def _shown(image: Image) -> Shown:
+def _shown(image: Image) -> dict[str, Any]:
     """An image, made small."""
     try:
         pixels = decode_image(image.read())
@@ -234,7 +186,8 @@ def _shown(image: Image) -> Shown:
     stream = io.BytesIO()
     pixels.save(stream, "JPEG")
     uri = f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    return Shown(image.path, height, width, image.num_tokens, uri)
+    size = {"height": height, "width": width, "tokens": image.num_tokens}
+    return {"path": image.path, **size, "thumbnail": uri}
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, shortened: bool) -> str:
@@ -397,7 +350,7 @@ def page(
     roles: Sequence[dict[str, Any]],
     control: Sequence[str],
     title: str,
-    dropped: Sequence[DroppedRow] = (),
+    dropped: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The page, of ``preview.html``."""
 

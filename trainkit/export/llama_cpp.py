@@ -14,12 +14,14 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.data.image_rows import as_turn
 from trainkit.data.messages import Conversation, Message
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.processes import module_command
@@ -239,18 +241,10 @@ class LlamaServer:
 
 def _message(message: Message) -> dict[str, Any]:
     """A message as a client of the server sends it."""
-    sent: dict[str, Any] = {"role": message.role, "content": message.content}
-    others = {
-        "reasoning_content": message.reasoning,
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-    }
-    sent |= {key: value for key, value in others.items() if value is not None}
-    for place, call in enumerate(message.tool_calls or ()):
-        arguments = call["arguments"]
+    sent = as_turn(replace(message, train=None))
+    for place, call in enumerate(sent.get("tool_calls", ())):
+        call.setdefault("id", f"call{place:05d}")
+        arguments = call["function"]["arguments"]
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        function = {"name": call["name"], "arguments": arguments}
-        own = {"type": "function", "id": call["id"] or f"call{place:05d}", "function": function}
-        sent.setdefault("tool_calls", []).append(own)
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return sent

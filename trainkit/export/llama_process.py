@@ -15,10 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from trainkit.checkpoint.weights.companions import GLM4_PATTERN
+
+LLAMA3 = GLM4_PATTERN  # one rule, of tiktoken's cl100k_base
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _KNOWN = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 

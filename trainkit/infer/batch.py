@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from trainkit.data.image_rows import content_of
-from trainkit.data.messages import Conversation, Message
+from trainkit.data.image_rows import as_turn
+from trainkit.data.messages import Conversation
 from trainkit.data.questions import Question
 from trainkit.errors import DataError
 from trainkit.infer.engine import Answer, Engine, PromptTooLongError
@@ -158,7 +158,7 @@ def _row(
     """
     ours: dict[str, Any] = {"id": question.fields.get("id", question.id)}
     if isinstance(question.row, Conversation):
-        messages = [_message(message) for message in question.row.messages]
+        messages = [as_turn(message) for message in question.row.messages]
         if answer is not None:
             messages.append({"role": "assistant", "content": answer.text})
         ours["messages"] = messages
@@ -177,26 +177,6 @@ def _row(
     if hidden:
         row["row"] = {**hidden, **({"row": row["row"]} if "row" in row else {})}
     return row
-
-
-def _message(message: Message) -> dict[str, Any]:
-    """One turn as a row of messages has it, so that the output trains again."""
-    result: dict[str, Any] = {"role": message.role, "content": content_of(message)}
-    if message.reasoning is not None:
-        result["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "type": "function",
-                **({"id": call["id"]} if call["id"] else {}),
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
-            for call in message.tool_calls
-        ]
-    for key in ("name", "tool_call_id", "train"):
-        if getattr(message, key) is not None:
-            result[key] = getattr(message, key)
-    return result
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

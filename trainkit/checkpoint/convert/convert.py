@@ -7,7 +7,7 @@ holds the proof.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def convert_model(
                 "source_config": config,
                 "left_out": [name for name in files.tensors if COMPUTED.fullmatch(name)],
                 "companions": companions,
-                "proof": proof.to_dict() if proof else None,
+                "proof": asdict(proof) if proof else None,
             }
             write_json(staging / RECORD_NAME, record)
     return Conversion(target, len(plan), proof)

@@ -10,7 +10,7 @@ model.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,6 @@ class Proof:
     layers: tuple[LayerError, ...]
     max_logit_error: float
     max_logit: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def prove_same_function(

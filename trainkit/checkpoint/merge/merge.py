@@ -228,7 +228,7 @@ def _record(
         "quantize": options.quantize,
         "merged_into": options.base,
         "dtype": options.dtype or "as in the base",
-        "parity": None if parity is None else parity.to_dict(),
+        "parity": None if parity is None else asdict(parity),
         "changes": [asdict(change) for change in changes],
     }
 

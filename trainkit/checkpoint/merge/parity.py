@@ -7,7 +7,7 @@ arithmetic of a dtype.
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,6 @@ class Parity:
     """The whole comparison."""
 
     prompts: tuple[PromptParity, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def divergence(self) -> float:

@@ -91,7 +91,7 @@ def preview(
             for index, why in chosen
         ]
         bad = dropped_rows(prepared, with_excerpts=True)
-        found = [*(each.to_dict() for each in views), *(row.to_dict() for row in bad)]
+        found = [*(each.to_dict() for each in views), *bad]
         for shown in found if as_json else ():
             tell(shown, as_json)
         roles = authors.table()
@@ -104,9 +104,9 @@ def preview(
         if not as_json:
             _print_views(views, subject.tokenizer)
             for row in bad:
-                head = f"── {visible(row.id)} · not used: {row.reason}"
+                head = f"── {visible(row['id'])} · not used: {row['dropped']}"
                 typer.secho(head, fg="red", bold=True)
-                echo(f"{row.detail}\n{row.excerpt}\n")
+                echo(f"{row['detail']}\n{row['row']}\n")
             _print_roles(roles, prepared)
             if html is not None:
                 echo(f"written: {html}")
@@ -129,7 +129,7 @@ def check(
     bad = [finding for finding in findings if finding.status == "error"]
     for finding in findings:
         is_of_rows = finding.check == "rows"
-        dropped = [f"{row.id}: {row.reason}: {row.detail}" for row in rows if is_of_rows]
+        dropped = [f"{row['id']}: {row['dropped']}: {row['detail']}" for row in rows if is_of_rows]
         if as_json:
             more = {"dropped": dropped} if is_of_rows else {}
             tell({**dataclasses.asdict(finding), **more}, as_json)
@@ -340,8 +340,8 @@ def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") 
                 text = text.replace(token, typer.style(token, fg="cyan"))
             typer.echo(text, nl=False)
         for image in view.images:
-            size = f"{image.width} x {image.height}, {image.num_tokens} tokens"
-            typer.echo(f"\nimage: {visible(image.path)} · {size}", nl=False)
+            size = f"{image['width']} x {image['height']}, {image['tokens']} tokens"
+            typer.echo(f"\nimage: {visible(image['path'])} · {size}", nl=False)
         typer.echo("\n")
 
 
