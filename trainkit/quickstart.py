@@ -18,13 +18,13 @@ combination was never seen in training. A model that learned answers by heart fa
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 Message = dict[str, str]
@@ -49,85 +49,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def listed(words: str) -> list[str]:
-    """The words of a line."""
-    return words.split()
-
-
-@dataclasses.dataclass(frozen=True)
-class Language:
-    """The words and sentences of one language; ``{}`` fields are filled in by the skills."""
-
-    code: str
-    names: list[str]
-    jobs: list[str]
-    cities: list[str]
-    things: list[str]
-    words: list[str]
-    joiner: str
-    persona: str
-    persona_questions: list[tuple[str, str]]
-    statement: str
-    statement_reply: str
-    statement_question: str
-    statement_answer: str
-    repeat: str
-    repeat_answer: str
-    reverse: str
-    reverse_answer: str
-
-
-ENGLISH = Language(
-    code="en",
-    names=listed("Ada Ben Cleo Dora Emil Finn Gwen Hugo Iris Jack Kira Leo Mona Nils Olga Paul"),
-    jobs=listed("baker pilot nurse farmer painter singer judge tailor miner sailor teacher writer"),
-    cities=listed("Oslo Lima Cairo Paris Tokyo Delhi Quito Rome Berlin Havana Sofia Dublin"),
-    things=listed("cat dog horse bird fish rabbit"),
-    words=listed(
-        "river stone cloud storm tiger eagle lemon apple bread sugar lamp chair clock piano "
-        "north south seven nine"
-    ),
-    joiner=" ",
-    persona="You are {name}, a {job} from {city}.",
-    persona_questions=[
-        ("What is your name?", "My name is {name}."),
-        ("What is your job?", "I am a {job}."),
-        ("Where are you from?", "I am from {city}."),
-    ],
-    statement="My {thing} is called {name}.",
-    statement_reply="Hello to {name} the {thing}!",
-    statement_question="What is my {thing} called?",
-    statement_answer="Your {thing} is called {name}.",
-    repeat="Please repeat: {words}",
-    repeat_answer="You said: {words}",
-    reverse="Please say backwards: {words}",
-    reverse_answer="Backwards: {words}",
+Language = SimpleNamespace
+LANGUAGES: list[Language] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8"),
+    object_hook=lambda row: Language(**row),
 )
-
-# No character is in two words: half a word must not point at another one.
-CHINESE = Language(
-    code="zh",
-    names=listed("志强 美玲 建国 丽华 春梅 子轩 可欣 浩然 思远 佳怡 文博 晓峰 栋梁 秀英 燕妮 若兰"),
-    jobs=listed("厨师 医生 司机 画家 歌手 农民 编辑 护士 警察 裁缝"),
-    cities=listed("北京 上海 广州 成都 西安 天津 深圳 武汉 青岛 昆明"),
-    things=listed("猫 狗 马 鸟 鱼 兔"),
-    words=listed("山 水 云 雨 虎 鹰 梨 桃 米 糖 灯 椅 钟 琴 风 雪 七 九"),
-    joiner="、",
-    persona="你是{name}，来自{city}的{job}。",
-    persona_questions=[
-        ("你叫什么名字？", "我叫{name}。"),
-        ("你做什么工作？", "我是{job}。"),
-        ("你来自哪里？", "我来自{city}。"),
-    ],
-    statement="我的{thing}叫{name}。",
-    statement_reply="{name}这只{thing}，你好！",
-    statement_question="我的{thing}叫什么？",
-    statement_answer="你的{thing}叫{name}。",
-    repeat="请重复：{words}",
-    repeat_answer="你说：{words}",
-    reverse="请倒着说：{words}",
-    reverse_answer="倒着说：{words}",
-)
+"""The words and sentences of each; ``{}`` fields are filled in by the skills."""
 
 
 class ConversationMaker:
@@ -139,7 +66,7 @@ class ConversationMaker:
 
     def conversation(self) -> list[Message]:
         """A conversation of two to six exchanges, with a persona two times out of three."""
-        language = self._random.choice([ENGLISH, CHINESE])
+        language = self._random.choice(LANGUAGES)
         messages: list[Message] = []
         persona: dict[str, str] = {}
         if self._random.random() < 2 / 3:

@@ -88,8 +88,8 @@ def test_the_question_alone_does_not_give_the_answer(splits):
 def test_the_tokenizer_makes_words_of_words_and_loses_nothing(splits):
     train, held_out = splits
     tokenizer = quickstart.train_tokenizer(train, quickstart.VOCAB_SIZE)
-    for language in (quickstart.ENGLISH, quickstart.CHINESE):
-        space = " " if language is quickstart.ENGLISH else ""
+    for language in quickstart.LANGUAGES:
+        space = " " if language.code == "en" else ""
         for word in (*language.words, *language.names):
             assert len(tokenizer(space + word)["input_ids"]) <= (1 if space else len(word))
     assert tokenizer.eos_token == "<|im_end|>"

@@ -4,9 +4,11 @@ What it keeps and how many bytes that takes, where it runs, and what it cannot b
 recipe's checks, the estimate and the optimizer that a run makes all read it. No torch.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # -- ``training.optim_args``, which are text: what each takes, and its value ----------------------
@@ -365,70 +367,20 @@ def optimizer_row(name: object) -> Optimizer:
 # -- Optimizers by the names that other tools give them, and what to write here -------------------
 
 
-_THE_SAME: Mapping[str, tuple[str, ...]] = {
-    "adamw_torch_fused": (
-        "adamw",
-        "adamw_hf",
-        "adamw_apex_fused",
-        "fusedadam",
-        "fusedadamw",
-        "distributedfusedadam",
-        "optimi_adamw",
-    ),
-    "adamw_8bit": ("adamw_bnb", "bnb_adamw_8bit"),
-    "adamw_torch_8bit": ("ao_adamw_8bit",),
-    "adamw_torch_4bit": ("ao_adamw_4bit", "adamw_4bit"),
-    "paged_adamw_32bit": ("paged_adamw",),
-    "lion_32bit": ("lion", "lion_pytorch"),
-    "paged_lion_32bit": ("paged_lion",),
-    "ademamix": ("ademamix_32bit",),
-    "paged_ademamix_32bit": ("paged_ademamix",),
-    "apollo_adamw": ("apollo",),
-    "galore_adamw": ("galore",),
-    "stable_adamw": ("optimi_stableadamw",),
-    "rmsprop_bnb_8bit": ("rmsprop_8bit",),
-    "rmsprop_bnb_32bit": ("rmsprop_32bit",),
-}
-_NEAREST: Mapping[str, tuple[str, ...]] = {
-    "adamw_torch_fused": (
-        "adam",
-        "adan",
-        "adopt",
-        "adopt_adamw",
-        "came",
-        "came_pytorch",
-        "nadam",
-        "radam",
-        "sophia",
-        "sophiag",
-        "prodigy",
-        "dadaptation",
-        "lamb",
-        "adabelief",
-        "adamax",
-        "schedule_free",
-    ),
-    "adamw_8bit": ("adam_8bit", "adam_mini"),
-    "paged_adamw_8bit": ("paged_adam_8bit", "cpuadam", "deepspeedcpuadam", "cpuoffloadoptimizer"),
-    "paged_adamw_32bit": ("paged_adam", "paged_adam_32bit"),
-    "adamw_torch_8bit": ("ao_adamw_fp8", "adamw_fp8", "adam_fp8", "ao_adamwfp8"),
-    "muon": ("dion", "normuon", "soap", "shampoo", "distributed_shampoo", "muon_adamw", "muonclip"),
-    "galore_adamw": ("q_galore_adamw_8bit", "q_galore", "fira"),
-    "apollo_adamw": ("apollo_mini", "q_apollo"),
-    "paged_adamw_8bit with optim_in_backward: true": ("badam", "lisa"),
-    "sgd": ("lars", "signsgd", "asgd"),
-}
+_OTHERS: Mapping[str, Mapping[str, Sequence[str]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
 
 
 def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _turned(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def _turned(table: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {_bare(other): ours for ours, others in table.items() for other in others}
 
 
-_SERVED_AS, _NEAR = _turned(_THE_SAME), _turned(_NEAREST)
+_SERVED_AS, _NEAR = _turned(_OTHERS["same"]), _turned(_OTHERS["nearest"])
 
 
 def served_as(name: str, served: Iterable[str]) -> str | None:
