@@ -1,11 +1,12 @@
 """What adapters go on: names checked against the model, and the meaning of ``all-linear``.
 
-peft's ``all-linear`` is every linear module. Two kinds of model need more care:
+peft's ``all-linear`` is every linear module. Three kinds of model need more care:
 
 - mixture of experts: the experts are not modules but parameters of three dimensions, (experts, out,
   in). For some families peft adapts them and the router unasked, gate and up together at twice the
   rank, and loses linear layers of the same name; for others it leaves the experts out. Here every
   family gets the same: linear layers and experts at the recipe's rank, and the router stays.
+- gated delta rules: the small projections that only make decays and beta stay frozen.
 - a text model with a vision tower: only the text model is adapted, since text trains nothing else.
 """
 
@@ -26,6 +27,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.lora.read_weights import read_weights
 from trainkit.models.frozen import text_model
 from trainkit.models.linears import expert_parameters
+from trainkit.models.proof.delta import gate_projections
 from trainkit.models.scalar_head import NAME as SCALAR_HEAD
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest
@@ -112,8 +114,8 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     if wanted != ALL_LINEAR:
         return Targets(wanted if isinstance(wanted, str) else tuple(wanted), parameters, short)
     linears = list(_text_linears(model))
-    past = read_weights(model)
-    names = [name for name in linears if name not in past and _takes_adapter(model, name)]
+    spared = {*read_weights(model), *_gate_projections(model)}
+    names = [name for name in linears if name not in spared and _takes_adapter(model, name)]
     is_plain = names == linears and text_model(model) is None
     if is_plain and not every_expert and names:
         return Targets(ALL_LINEAR, listed)
@@ -187,6 +189,13 @@ def _text_linears(model: PreTrainedModel) -> Iterator[str]:
         is_linear = isinstance(module, nn.Linear) and module not in heads
         if is_linear and (wanted is None or module in wanted):
             yield name
+
+
+def _gate_projections(model: PreTrainedModel) -> Iterator[str]:
+    """Full names of the linear layers that only make the decays and the beta of a delta rule."""
+    width = getattr(model.config.get_text_config(), "hidden_size", 0)
+    for name, module in model.named_modules():
+        yield from (f"{name}.{inside}" for inside in gate_projections(module, width))
 
 
 def _takes_adapter(model: PreTrainedModel, name: str) -> bool:

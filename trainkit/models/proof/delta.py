@@ -7,6 +7,7 @@ as it is written. Without boundaries each row is one document, as in the plain m
 Shapes: B batch, S sequence, C channels.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from trainkit import kernels
+from trainkit.auto_class import FAILURES
 from trainkit.evaluation_mode import changed
 from trainkit.models.proof.compare import BRANCHES, Finding, Truth, draw
 from trainkit.models.proof.source import methods, names_in, redirected
-from trainkit.models.swap import KernelForward, subclass_of
+from trainkit.models.swap import KernelForward, plain_class, subclass_of
 
 _EXACT = 1e-6
 """In fp64: where decays are strong, the plain layer forms their small gradients from sums that are
@@ -156,6 +158,61 @@ def find_delta(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
         return Finding("gated_delta_rule", "refused", reason, error)
     detail = "documents are kept apart"
     return Finding("gated_delta_rule", "on", detail, error, None, DeltaNet, {})
+
+
+def gate_projections(module: nn.Module, width: int) -> frozenset[str]:
+    """Names, within a layer, of the linear layers that only make its decays and its beta.
+
+    Found by autograd: with a rule that passes decay and beta by, no gradient of the layer's output
+    reaches them. It runs on a twin on the meta device, so the weights may be packed or elsewhere;
+    ``width`` is that of the model's hidden states.
+    """
+    kind = plain_class(module)
+    names = delta_functions(kind)
+    if not names:
+        return frozenset()
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return value * (query * key).sum((-1, -2))[..., None, None], None
+
+    def conv(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    made: dict[str, Tensor] = {}
+    twin = _on_meta(module)
+    linears = {name: each for name, each in twin.named_modules() if isinstance(each, nn.Linear)}
+    for name, linear in linears.items():
+        linear.register_forward_hook(lambda _, __, y, name=name: made.__setitem__(name, y))
+    ours = {names["rule"]: rule, names["conv"]: conv}
+    for name, method in methods(kind):
+        if names_in(inspect.unwrap(method).__code__) & ours.keys():
+            setattr(twin, name, redirected(method, ours).__get__(twin))
+    with torch.enable_grad(), contextlib.suppress(*FAILURES):
+        y = twin.forward(torch.empty(1, 2, width, device="meta"))
+        gradients = torch.autograd.grad([y.sum()], [*made.values()], allow_unused=True)
+        return frozenset(name for name, dy in zip(made, gradients, strict=True) if dy is None)
+    return frozenset()  # it cannot be told
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A module's twin without weights, hooks and what is swapped in, in fp32."""
+    if isinstance(module, nn.Linear):
+        bias = module.bias is not None
+        return nn.Linear(module.in_features, module.out_features, bias, device="meta")
+    kind = plain_class(module)
+    twin: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    own = {key: value for key, value in vars(module).items() if key not in vars(twin)}
+    vars(twin).update(own)
+    for name, weight in module._parameters.items():
+        shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))  # ZeRO-3's: whole
+        empty = None if shape is None else nn.Parameter(torch.empty(shape, device="meta"))
+        twin.register_parameter(name, empty)
+    for name, buffer in module._buffers.items():
+        twin.register_buffer(name, None if buffer is None else buffer.to("meta"))
+    for name, child in module.named_children():
+        setattr(twin, name, _on_meta(child))
+    return twin
 
 
 @contextmanager
