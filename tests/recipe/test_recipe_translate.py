@@ -223,6 +223,17 @@ def turns(row):
             "trainer = SFT", "rows = rows.train_test_split(test_size=9)\ntrainer = SFT"
         ).replace("train_dataset=rows", 'train_dataset=rows["train"], eval_dataset=rows["test"]')
         assert recipe_of(tmp_path, self.translated(tmp_path, split).text).data.eval == 9
+        alone = split.replace(', eval_dataset=rows["test"]', "")
+        assert recipe_of(tmp_path, self.translated(tmp_path, alone).text).data.eval == 9
+
+    def test_a_template_next_to_the_script(self, tmp_path):
+        beside = SCRIPT.replace(
+            "SFTConfig(",
+            """SFTConfig(
+            chat_template_path=str(Path(__file__).parent / "mine.jinja"), """,
+        )
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, beside).text)
+        assert recipe.data.chat_template == str(tmp_path / "mine.jinja")
 
     def test_an_embedding_that_trains_whole_at_its_own_rate(self, tmp_path):
         whole = SCRIPT.replace('["q_proj"]', '["q_proj", "lm_head"]').replace(
@@ -253,6 +264,8 @@ def turns(row):
             ("rows.map(make, batched=True)", "rows.train_test_split(train_size=0.1)", "changes"),
             ("random_state=1,", "random_state=1, qat_scheme='int4',", "quantisation-aware"),
             ("rows.map(make, batched=True)", "rows.map(unknown)", "cannot be followed"),
+            ('{"text": texts}', '{"prompt": texts, "completion": texts}', "no texts or turns"),
+            ('"a.jsonl", split', '"a.jsonl", skiprows=1, split', "in a way of their own"),
             ("rows.map(make, batched=True)", "rows.filter(good)", "chooses or changes rows"),
             ("max_steps=60", "max_steps=steps()", "only running it would tell"),
             ("packing=False,", "packing=False, callbacks=[Mine()],", "callbacks"),

@@ -158,10 +158,6 @@ class Draft:
                 return found
         return default
 
-    def on(self, word: str) -> bool:
-        """Whether a switch is on."""
-        return self.get(word) not in OFF
-
     def chats_only(self) -> bool:
         """Whether a chat template renders every row."""
         sources = self.ours.get("data.train") or [{}]

@@ -82,6 +82,10 @@ _PASSING = {
 """Calls that give back what they are given, as far as rows go."""
 
 
+_LOADS = {"path", "name", "split", "data_files", "streaming", "num_proc", "token", "cache_dir"}
+"""Arguments of `load_dataset` that are taken, or change no row."""
+
+
 class Trained(Exception):
     """The training was reached: what follows does not matter."""
 
@@ -94,7 +98,7 @@ def read_script(path: Path, text: str) -> Theirs:
         _refuse_kind(path, re.findall(r"([\w.]+)\(", text))
         raise RecipeError(f"not Python: {error}", where=str(path)) from error
     trainer = _refuse_kind(path, [_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)])
-    script = Script(tree)
+    script = Script(tree, path)
     theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
     with contextlib.suppress(Trained, RecursionError):
         script.run(tree.body)
@@ -145,7 +149,8 @@ def _name(node: ast.expr) -> str:
 class Script:
     """Follows assignments and calls; functions only where they make rows, and ``main``."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, path: Path) -> None:
+        self.path = path
         self.names: dict[str, Any] = {}
         self.functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         self.trainers: list[Thing] = []
@@ -212,6 +217,8 @@ class Script:
             pairs = zip(node.keys, node.values, strict=True)
             return {k.value: self.value(v) for k, v in pairs if isinstance(k, ast.Constant)}
         if isinstance(node, ast.Attribute):
+            if ast.unparse(node) == "Path(__file__).parent":
+                return str(self.path.absolute().parent)
             if _name(node.value) == "torch":
                 return f"torch.{node.attr}"
             owner = self.value(node.value)
@@ -230,6 +237,8 @@ class Script:
             return inner if isinstance(inner, Unknown) else not inner
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             sides = [self.value(node.left), self.value(node.right)]
+            if isinstance(node.op, ast.Div) and all(isinstance(side, str) for side in sides):
+                return "/".join(sides)
             plain = [side.of if isinstance(side, Share) else side for side in sides]
             if all(isinstance(side, int | float) for side in plain):
                 with contextlib.suppress(ZeroDivisionError, OverflowError):
@@ -286,6 +295,8 @@ class Script:
             return Thing("model", {**known, **inner, **kept, "adapters": True})
         if name == "dict":
             return dict(words)
+        if name == "str" and isinstance(args[0], str):
+            return args[0]
         if name.endswith(("Config", "TrainingArguments")):
             plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
             return Thing("config", {**plain, **words})
@@ -377,7 +388,7 @@ class Script:
 
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
-        inner = Script(ast.Module([], []))
+        inner = Script(ast.Module([], []), self.path)
         taker = node if isinstance(node, ast.Lambda) else function
         if taker is not None and taker.args.args:
             inner.names = {**self.names, taker.args.args[0].arg: "ROW"}
@@ -395,7 +406,7 @@ class Script:
 
     def _row_of(self, rows: Thing, target: ast.expr) -> "Script":
         """What an expression over one row of them is read by."""
-        inner = Script(ast.Module([], []))
+        inner = Script(ast.Module([], []), self.path)
         inner.names = {**self.names, "MADE": dict(rows.values["columns"])}
         inner._bind(target, "ROW")
         return inner
@@ -480,9 +491,9 @@ class Script:
                 ):
                     source["weight"] = round(share / sum(shares), 6)
         given = values.pop("eval_dataset", None)
-        if isinstance(given, Thing) and given.values.get("part") == "test":
-            values["held_out"] = given.values["held_out"]
-        elif isinstance(given, Thing):
+        if isinstance(rows, Thing) and "held_out" in rows.values and "part" in rows.values:
+            values["held_out"] = rows.values["held_out"]
+        if isinstance(given, Thing) and given.values.get("part") != "test":
             values["eval_rows"] = _rows(given, values, theirs)
         for key, held in values.items():
             value = _plain(held)
@@ -546,6 +557,10 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     if "lost" in rows.values:
         theirs.lost.append((f"rows{rows.values['lost']}", "it chooses or changes rows"))
     named = rows.values["source"]
+    if strange := [f"{key}=..." for key in named if key not in _LOADS]:
+        theirs.lost.append(
+            (f"load_dataset({', '.join(strange)})", "rows read in a way of their own")
+        )
     files = named.get("data_files")
     paths = next(iter(files.values())) if isinstance(files, dict) and len(files) == 1 else files
     source: dict[str, Any] = {"path": named.get("path")}
@@ -573,6 +588,8 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         theirs.lost.append((f"map({name})", "rows are made by a function that cannot be followed"))
         return source
     shape = made.get(columns, made.get("messages", made.get("conversations")))
+    if shape is None and made:
+        theirs.lost.append((f"map({', '.join(made)})", "rows are made that are no texts or turns"))
     return {**source, **_shape(shape, made, theirs)} if shape is not None else source
 
 
