@@ -253,7 +253,9 @@ def zero_engine(model, stage, *, micro_batch, learning_rate):
 
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=learning_rate),
+        optimizer=torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], lr=learning_rate
+        ),
         config={
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_clipping": 0.0,
@@ -262,3 +264,16 @@ def zero_engine(model, stage, *, micro_batch, learning_rate):
         },
     )
     return engine
+
+
+def built(source, dtype="bfloat16", **given):
+    """A model of a directory, or of its options, as a run on a CPU builds it."""
+    import torch
+
+    from trainkit.options import ModelOptions
+    from trainkit.train.model import build_model
+
+    source = source if isinstance(source, ModelOptions) else ModelOptions(str(source), dtype=dtype)
+    plain = {"attention": "auto", "packing": False, "lora": None, "quantize": None}
+    plain |= {"kernels": False, "reentrant": False, "device": torch.device("cpu")}
+    return build_model(source, **{**plain, **given})

@@ -256,22 +256,9 @@ class Family:
         assert self.data.num_images
 
     def build(self, **given):
-        import torch
+        from lab import built
 
-        from trainkit.train.model import build_model
-
-        return build_model(
-            self.source,
-            attention="auto",
-            lora=None,
-            quantize=None,
-            kernels=given.pop("kernels", False),
-            reentrant=False,
-            device=torch.device("cpu"),
-            sees_images=True,
-            packing=given.pop("packing", True),
-            **given,
-        ).model.train()
+        return built(self.source, sees_images=True, **{"packing": True, **given}).model.train()
 
     def plain(self, directory=None):
         import torch

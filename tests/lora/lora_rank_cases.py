@@ -4,6 +4,7 @@ import os
 
 import torch
 from families.family_models import make, make_batch
+from lab import zero_engine
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
@@ -42,17 +43,7 @@ def train(name, stage, checkpointing=None):
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(trained, lr=LEARNING_RATE),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = zero_engine(model, stage, micro_batch=2, learning_rate=LEARNING_RATE)
     for _ in range(STEPS):
         engine.backward(engine(**part).loss)
         engine.step()
@@ -109,17 +100,7 @@ def quantized(folder, stage, quantize):
     patch_kernels(model)
     report = fuse(model)
     assert report.row("lora_mlp").status == "on", report
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(trained, lr=LEARNING_RATE),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = zero_engine(model, stage, micro_batch=2, learning_rate=LEARNING_RATE)
     batch = make_batch("qwen2", rows=4)
     part = {key: value.chunk(2)[rank] for key, value in batch.items()}
     losses = []

@@ -8,7 +8,8 @@ import torch
 from lora_layers import adapted_layers
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tiny import make_qwen2
+from transformers import AutoModelForCausalLM
 
 from trainkit.errors import CheckpointError, ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
@@ -17,17 +18,8 @@ from trainkit.models.linears import count_parameters
 
 
 def make_model(*, tied=True, dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return Qwen2ForCausalLM(config).to(dtype)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": tied}
+    return make_qwen2(96, seed=seed, **sizes).to(dtype)
 
 
 def train_a_little(model, steps=3):

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import lab
 import pytest
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.fp8.base import PRODUCT_LIMIT, Fp8Linear, describe_fp8, quantize_to_fp8
 from trainkit.models.fp8.decide import Fp8Setup
 from trainkit.models.linears import count_parameters, kind_of
-from trainkit.options import Fp8Options, ModelOptions
-from trainkit.train.model import build_model
+from trainkit.options import Fp8Options
 
 BF16 = torch.bfloat16
 
@@ -172,16 +172,7 @@ def test_blocks_are_within_the_formats_error_of_bf16(kind):
 def built(folder, *, kernels=True, checkpointing=False, dtype="bfloat16", **lora):
     torch.manual_seed(0)
     options = LoraOptions(r=4, init_lora_weights=False, **lora)
-    made = build_model(
-        ModelOptions(name_or_path=str(folder), dtype=dtype),
-        attention="auto",
-        packing=False,
-        lora=options,
-        quantize="fp8",
-        kernels=kernels,
-        reentrant=False,
-        device=torch.device("cpu"),
-    )
+    made = lab.built(folder, dtype, lora=options, quantize="fp8", kernels=kernels)
     model = made.model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -273,15 +264,11 @@ def within(folder, budget, *, kernels=True, quantize="fp8", **lora):
     """As a recipe builds it: the base's layers chosen within a budget."""
     torch.manual_seed(0)
     rows = ({"input_ids": IDS[:1], "labels": IDS[:1]} for _ in range(1))
-    made = build_model(
-        ModelOptions(name_or_path=str(folder)),
-        attention="auto",
-        packing=False,
+    made = lab.built(
+        folder,
         lora=LoraOptions(r=4, init_lora_weights=False, **lora),
         quantize=quantize,
         kernels=kernels,
-        reentrant=False,
-        device=torch.device("cpu"),
         fp8=None if quantize is None else Fp8Setup(Fp8Options(loss_budget=budget), rows, 64),
     )
     return made, made.model.train()

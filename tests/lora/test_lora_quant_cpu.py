@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from lab import built
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trainkit.lora import LoraOptions
-from trainkit.options import ModelOptions
-from trainkit.train.model import build_model
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["peft", "fused"])
@@ -17,16 +16,8 @@ def test_training_after_an_evaluation_is_as_without_one(kernels, tiny_qwen2):
     grads = []
     for evaluates in (False, True):
         torch.manual_seed(0)
-        model = build_model(
-            ModelOptions(str(tiny_qwen2), dtype="bfloat16"),
-            attention="auto",
-            packing=False,
-            lora=LoraOptions(r=4, init_lora_weights=False),
-            quantize="nf4",
-            kernels=kernels,
-            reentrant=False,
-            device=torch.device("cpu"),
-        ).model
+        lora = LoraOptions(r=4, init_lora_weights=False)
+        model = built(tiny_qwen2, lora=lora, quantize="nf4", kernels=kernels).model
         if evaluates:
             with torch.no_grad():
                 model.eval()(input_ids=ids)
@@ -39,16 +30,7 @@ def test_training_after_an_evaluation_is_as_without_one(kernels, tiny_qwen2):
 def test_a_dtype_that_is_left_to_the_files_is_that_of_packed_layers_too(tiny_qwen2):
     """Files in fp32 were packed for bf16, and the check of the kernels then failed."""
     pytest.importorskip("bitsandbytes")
-    model = build_model(
-        ModelOptions(str(tiny_qwen2), dtype="auto"),
-        attention="auto",
-        packing=False,
-        lora=LoraOptions(r=4),
-        quantize="nf4",
-        kernels=False,
-        reentrant=False,
-        device=torch.device("cpu"),
-    ).model
+    model = built(tiny_qwen2, "auto", lora=LoraOptions(r=4), quantize="nf4").model
     layers = [each for each in model.modules() if type(each).__name__ == "Linear4bit"]
     assert layers
     assert {each.weight.dtype for each in layers} == {torch.float32}
@@ -58,16 +40,7 @@ def test_codes_that_look_like_nan_are_no_damaged_weights(tiny_llama):
     """A model that cannot be packed was told that its weights hold NaN: a code of all ones."""
     from trainkit.models.linears import not_finite
 
-    model = build_model(
-        ModelOptions(str(tiny_llama), dtype="bfloat16"),
-        attention="auto",
-        packing=False,
-        lora=LoraOptions(r=4),
-        quantize="nf4",
-        kernels=False,
-        reentrant=False,
-        device=torch.device("cpu"),
-    ).model
+    model = built(tiny_llama, lora=LoraOptions(r=4), quantize="nf4").model
     layer = next(each for each in model.modules() if type(each).__name__ == "Linear4bit")
     layer.weight.data.view(torch.uint8).fill_(0xFF)
     assert layer.weight.isnan().any()
@@ -88,21 +61,13 @@ def test_int8_trains_as_peft_over_bitsandbytes_does(tiny_qwen2):
     theirs = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
     found = {}
     for name, kernels in (("plain", False), ("kernels", True)):
-        built = build_model(
-            ModelOptions(str(tiny_qwen2), dtype="float32"),
-            attention="sdpa",
-            packing=False,
-            lora=LoraOptions(r=4),
-            quantize="int8",
-            kernels=kernels,
-            reentrant=False,
-            device=torch.device("cpu"),
-        )
-        assert built.adapters["storage"]["int8"]["weights"] > 0
+        given = {"attention": "sdpa", "lora": LoraOptions(r=4), "quantize": "int8"}
+        made = built(tiny_qwen2, "float32", kernels=kernels, **given)
+        assert made.adapters["storage"]["int8"]["weights"] > 0
         if kernels:
-            assert built.report.row("rms_norm").status == "on"
-            assert "Linear8bitLt" in built.report.row("lora_linear").reason
-        found[name] = built.model
+            assert made.report.row("rms_norm").status == "on"
+            assert "Linear8bitLt" in made.report.row("lora_linear").reason
+        found[name] = made.model
     for number, name in enumerate(n for n, p in theirs.named_parameters() if p.requires_grad):
         value = torch.randn(theirs.get_parameter(name).shape, generator=torch.manual_seed(number))
         for model in (theirs, *found.values()):

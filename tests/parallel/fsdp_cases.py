@@ -118,10 +118,11 @@ def steps_of(optim):
 
 def a_load_in_parts(model, lora):
     """What a rank reads and holds of a model on disk, held against one that is loaded whole."""
-    from trainkit.options import LoraOptions, ModelOptions
+    from lab import built
+
+    from trainkit.options import LoraOptions
     from trainkit.parallel.fsdp import Fsdp2
     from trainkit.parallel.slices import WeightFiles
-    from trainkit.train.model import build_model
 
     torch.distributed.init_process_group("gloo")
     device, num_read = torch.device("cpu"), []
@@ -137,24 +138,21 @@ def a_load_in_parts(model, lora):
     for how in ("whole", "parts"):
         torch.manual_seed(0)
         engine = Fsdp2()
-        built = build_model(
-            ModelOptions(name_or_path=model, dtype="bfloat16"),
-            attention="auto",
+        made = built(
+            model,
             packing=True,
             lora=LoraOptions(r=4, target_modules="all-linear") if lora else None,
-            quantize=None,
             kernels=True,
-            reentrant=False,
             device=device,
             reads_parts=engine.reads_parts(device) if how == "parts" else None,
         )
-        before = sum(p.numel() for p in built.model.parameters() if not p.is_meta)
-        trained = [name for name, p in built.model.named_parameters() if p.requires_grad]
-        engine.place(built.model, device)
-        held = sum(p.to_local().numel() for p in built.model.parameters())
-        whole = engine.whole_weights(built.model, keep=True, adapters_only=False)
+        before = sum(p.numel() for p in made.model.parameters() if not p.is_meta)
+        trained = [name for name, p in made.model.named_parameters() if p.requires_grad]
+        engine.place(made.model, device)
+        held = sum(p.to_local().numel() for p in made.model.parameters())
+        whole = engine.whole_weights(made.model, keep=True, adapters_only=False)
         ids = torch.arange(12).view(2, 6)
-        loss = built.model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+        loss = made.model(input_ids=ids, labels=ids, use_cache=False).loss.item()
         found[how] = whole, trained, loss, before
     (first, *same), (second, *again) = found["whole"], found["parts"]
     return {
@@ -211,9 +209,10 @@ def packed_weights_through_a_copy_that_rounds(model):
 
     A GPU copies lists of bfloat16 tensors as floats, and writes one NaN for every other.
     """
-    from trainkit.options import LoraOptions, ModelOptions
+    from lab import built
+
+    from trainkit.options import LoraOptions
     from trainkit.parallel.fsdp import Fsdp2
-    from trainkit.train.model import build_model
 
     torch.distributed.init_process_group("gloo")
     copy = torch._foreach_copy_
@@ -225,23 +224,15 @@ def packed_weights_through_a_copy_that_rounds(model):
                 each.masked_fill_(each.isnan(), float("nan"))
 
     torch._foreach_copy_ = rounding
-    built = build_model(
-        ModelOptions(name_or_path=model, dtype="bfloat16"),
-        attention="auto",
-        packing=True,
-        lora=LoraOptions(r=4, target_modules=["q_proj"]),
-        quantize="nf4",
-        kernels=False,
-        reentrant=False,
-        device=torch.device("cpu"),
-    )
-    layers = built.model.get_base_model().model.layers
+    lora = LoraOptions(r=4, target_modules=["q_proj"])
+    made = built(model, packing=True, lora=lora, quantize="nf4")
+    layers = made.model.get_base_model().model.layers
     wanted = {}
     for name, p in layers.named_parameters():
         if hasattr(p, "quant_state"):
             p.data.view(torch.int16)[:1] = 0x7F85  # a NaN
             wanted[name] = p.data.view(torch.uint8).flatten().clone()
-    Fsdp2().place(built.model, torch.device("cpu"))
+    Fsdp2().place(made.model, torch.device("cpu"))
     wrong = {}
     for number, layer in enumerate(layers):
         layer.unshard()

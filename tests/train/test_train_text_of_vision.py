@@ -3,13 +3,12 @@
 import pytest
 import torch
 from families.family_models import FAMILIES
+from lab import built
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.auto_class import auto_class
 from trainkit.lora import LoraOptions
-from trainkit.options import ModelOptions
-from trainkit.train.model import build_model
 
 TEXT = {
     "hidden_size": 64,
@@ -54,16 +53,7 @@ def test_every_family_is_loaded_by_an_auto_class(family):
 
 
 def build(directory, lora):
-    return build_model(
-        ModelOptions(str(directory), dtype="float32"),
-        attention="auto",
-        packing=False,
-        lora=lora,
-        quantize=None,
-        kernels=True,
-        reentrant=False,
-        device=torch.device("cpu"),
-    )
+    return built(directory, "float32", lora=lora, kernels=True)
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(r=4)], ids=["full", "lora"])
