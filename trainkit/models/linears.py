@@ -229,14 +229,6 @@ def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     return _bitsandbytes(load_in_8bit=True)
 
 
-def _is_fp8(module: nn.Module) -> bool:
-    return _is_ours(module, "trainkit.models.fp8.base", "Fp8Linear")
-
-
-def _is_fp8_trained(module: nn.Module) -> bool:
-    return _is_ours(module, "trainkit.models.fp8.trained", "TrainedFp8")
-
-
 def _is_ours(module: nn.Module, place: str, name: str) -> bool:
     """Whether it is of a class that a plain run does not import."""
     imported = sys.modules.get(place)
@@ -286,7 +278,7 @@ LINEARS: Mapping[str, LinearKind] = {
         ),
         LinearKind(
             "fp8",
-            recognises=_is_fp8,
+            recognises=lambda module: _is_ours(module, "trainkit.models.fp8.base", "Fp8Linear"),
             unpacker=lambda linear: linear.reader(),
             num_weights=lambda parameter: None,  # a byte each
             convert=_quantize_to_fp8,
@@ -295,7 +287,7 @@ LINEARS: Mapping[str, LinearKind] = {
         ),
         LinearKind(
             "fp8_trained",  # 16 bits, multiplied in 8; see `models.fp8`
-            recognises=_is_fp8_trained,
+            recognises=lambda module: _is_ours(module, "trainkit.models.fp8.trained", "TrainedFp8"),
             unpacker=_fp8_gradient,  # a frozen one: only its backward pass is
             num_weights=lambda parameter: None,
             quantizes_rows=True,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from transformers import (
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
+from trainkit.evaluation_mode import changed
 from trainkit.hub import check_hub
 from trainkit.models.files import (
     MOST,
@@ -190,9 +192,7 @@ def can_set_attention(config: PreTrainedConfig) -> bool:
 
     Of a class with code of its own nothing is known: False.
     """
-    mapping = auto_class(config)._model_mapping
-    found = mapping.get(type(config), None)
-    model_class = found[0] if isinstance(found, tuple) else found
+    model_class = _model_class(auto_class(config), config)
     return model_class is not None and bool(model_class._can_set_attn_implementation())
 
 
@@ -280,8 +280,7 @@ def load_model(
 _DECAYS = frozenset({"A_log", "dt_bias"})
 
 
-@contextlib.contextmanager
-def exact_decays(config: PreTrainedConfig, wanted: bool) -> Iterator[None]:
+def exact_decays(config: PreTrainedConfig, wanted: bool) -> AbstractContextManager[None]:
     """Within, what a gated recurrence forgets by stays fp32 as models are loaded in less.
 
     bf16 rounds A_log to 0.4%: a rate of decay, and with it how long a state lasts, is off by as
@@ -290,13 +289,10 @@ def exact_decays(config: PreTrainedConfig, wanted: bool) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     types: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
-    before = PreTrainedModel._keep_in_fp32_modules_strict
-    if wanted and "linear_attention" in types:
-        PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *_DECAYS}
-    try:
-        yield
-    finally:
-        PreTrainedModel._keep_in_fp32_modules_strict = before
+    strict = {*(PreTrainedModel._keep_in_fp32_modules_strict or ()), *_DECAYS}
+    is_wanted = wanted and "linear_attention" in types
+    name = "_keep_in_fp32_modules_strict"
+    return changed([(PreTrainedModel, name, strict)] if is_wanted else [])
 
 
 def _random(
@@ -330,11 +326,10 @@ def _random(
     return part
 
 
-def _model_class(loader: Any, config: PreTrainedConfig) -> type:
-    """The class that an Auto class would take."""
-    found = loader._model_mapping[type(config)]
-    chosen: type = found[0] if isinstance(found, tuple) else found
-    return chosen
+def _model_class(loader: Any, config: PreTrainedConfig) -> Any:
+    """The class that an Auto class would take; None where it knows none."""
+    found = loader._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def move(model: nn.Module, device: torch.device) -> None:

@@ -116,26 +116,31 @@ class LossHead(KernelForward):
         if scale != 1.0:
             hidden_states = hidden_states * scale
             bias = None if bias is None else bias * scale
-        if token_losses:
-            return self._token_losses(
-                hidden_states, labels, bias, softcap, num_trained, ignore_index
-            )
         from trainkit import kernels
 
+        options = self.loss_options
+        common: dict[str, Any] = {
+            "bias": bias,
+            "softcap": softcap,
+            "num_trained": num_trained,
+            "ignore_index": ignore_index,
+            "chunk_tokens": options.chunk_tokens,
+            # Which products run in fp8, where the layer trains in it.
+            "in_fp8": self.directions() if getattr(self, "runs_fp8", False) else None,  # type: ignore[operator]
+        }
+        if token_losses:
+            if options.label_smoothing or options.z_loss:
+                raise ValueError("the tokens' own losses know no label smoothing and no z-loss")
+            return kernels.linear_token_losses(hidden_states, self.weight, labels, **common)
         counted = kernels.linear_cross_entropy_counted(
             hidden_states,
             self.weight,
             labels,
-            bias=bias,
-            softcap=softcap,
             num_items=num_items,
-            num_trained=num_trained,
-            ignore_index=ignore_index,
-            label_smoothing=self.loss_options.label_smoothing,
-            z_loss=self.loss_options.z_loss,
-            chunk_tokens=self.loss_options.chunk_tokens,
-            keeps_gradient=self.loss_options.keeps_gradient,
-            in_fp8=self._in_fp8(),
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+            keeps_gradient=options.keeps_gradient,
+            **common,
         )
         if self.tallies is None:
             self.tallies = {True: Tally(), False: Tally()}
@@ -143,36 +148,6 @@ class LossHead(KernelForward):
         if self.keeps_row_losses:
             self.row_losses = counted.row_losses
         return counted.loss
-
-    def _in_fp8(self) -> Any:
-        """Which products run in fp8, where the layer trains in it."""
-        return self.directions() if getattr(self, "runs_fp8", False) else None  # type: ignore[operator]
-
-    def _token_losses(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        bias: torch.Tensor | None,
-        softcap: float | None,
-        num_trained: int | None,
-        ignore_index: int,
-    ) -> torch.Tensor:
-        options = self.loss_options
-        if options.label_smoothing or options.z_loss:
-            raise ValueError("the tokens' own losses know no label smoothing and no z-loss")
-        from trainkit import kernels
-
-        return kernels.linear_token_losses(
-            hidden_states,
-            self.weight,
-            labels,
-            bias=bias,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            num_trained=num_trained,
-            chunk_tokens=options.chunk_tokens,
-            in_fp8=self._in_fp8(),
-        )
 
 
 class CausalLM(KernelForward):

@@ -10,8 +10,8 @@ no copy in 16 bits lives between the two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.auto_class import ROUTERS
+from trainkit.evaluation_mode import changed
 from trainkit.kernels.experts.function import Packed
 from trainkit.kernels.fp8.function import fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
@@ -151,20 +152,18 @@ def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return found
 
 
-@contextmanager
-def with_shapes(model: nn.Module) -> Iterator[None]:
+def with_shapes(model: nn.Module) -> AbstractContextManager[None]:
     """Within, packed stacks have the shapes that they stand for: adapters are made by those."""
-    codes = {}
-    for module in model.modules():
-        for name, state in states_of(module).items():
-            codes[module, name] = stored = getattr(module, name)
-            empty = torch.empty((), dtype=state.dtype, device=stored.device).expand(state.shape)
-            setattr(module, name, nn.Parameter(empty, requires_grad=False))
-    try:
-        yield
-    finally:
-        for (module, name), stored in codes.items():
-            setattr(module, name, stored)
+
+    def empty(stored: Tensor, state: Any) -> nn.Parameter:
+        one = torch.empty((), dtype=state.dtype, device=stored.device)
+        return nn.Parameter(one.expand(state.shape), requires_grad=False)
+
+    return changed(
+        (module, name, empty(getattr(module, name), state))
+        for module in model.modules()
+        for name, state in states_of(module).items()
+    )
 
 
 class _ReadsCodes(nn.Module):
@@ -192,18 +191,14 @@ def _unread(layer: Any) -> dict[tuple[Any, str], Any]:
     return {at: each for at, each in stacks.items() if each.dim() == 2}
 
 
-@contextmanager
-def _unpacked(layer: Any) -> Iterator[None]:
-    codes = _unread(layer)
-    try:
-        for (inner, name), stored in codes.items():
-            state = states_of(inner)[name]
-            weight = _read(stored, state, state.dtype)
-            setattr(inner, name, nn.Parameter(weight, requires_grad=False))
-        yield
-    finally:
-        for (inner, name), stored in codes.items():
-            setattr(inner, name, stored)
+def _unpacked(layer: Any) -> AbstractContextManager[None]:
+    def weight(stored: Tensor, state: Any) -> nn.Parameter:
+        return nn.Parameter(_read(stored, state, state.dtype), requires_grad=False)
+
+    return changed(
+        (inner, name, weight(stored, states_of(inner)[name]))
+        for (inner, name), stored in _unread(layer).items()
+    )
 
 
 def read_where_they_run(model: nn.Module) -> None:

@@ -47,23 +47,11 @@ Way = Literal["keep", "selective", "full", "offload"]
 _Checkpoint = Callable[..., Any]
 
 
-def _full(plain: _Checkpoint, travel: Travel) -> _Checkpoint:
-    return plain
-
-
-def _selective(plain: _Checkpoint, travel: Travel) -> _Checkpoint:
-    return SelectiveCheckpoint()
-
-
-def _offload(plain: _Checkpoint, travel: Travel) -> _Checkpoint:
-    return functools.partial(travel.around, plain)
-
-
 WAYS: Mapping[Way, Callable[[_Checkpoint, Travel], _Checkpoint] | None] = {
     "keep": None,
-    "selective": _selective,
-    "full": _full,
-    "offload": _offload,
+    "selective": lambda plain, travel: SelectiveCheckpoint(),
+    "full": lambda plain, travel: plain,
+    "offload": lambda plain, travel: functools.partial(travel.around, plain),
 }
 """Way to what runs the layer: its input kept (``full``), products and attention too
 (``selective``), its input on the host (``offload``), everything kept (``keep``)."""

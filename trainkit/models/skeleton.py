@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -88,10 +88,6 @@ def standing_in(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, name, weight, seeming in aside:
             weight.requires_grad_(seeming.requires_grad)
             module._parameters[name] = weight
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def random_model(

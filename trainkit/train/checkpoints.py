@@ -52,47 +52,7 @@ BASE = "base"
 """Where a checkpoint's record keeps the digests of the base's files, by name."""
 
 
-# Work in the background of training: one piece at a time; an error is raised at the next one.
-
 _POLL_SECONDS = 0.05
-
-
-class Background:
-    """A thread that does one piece of work at a time."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin; the piece before must have been waited for."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="save", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until it is done.
-
-        Raises:
-            Exception: what the work raised; once.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def settle(self) -> None:
-        """Wait, and leave out its error: another one is on its way."""
-        with contextlib.suppress(Exception):
-            self.wait()
 
 
 @dataclass
@@ -252,7 +212,8 @@ class CheckpointWriter:
     committed: Callable[[Path], None] = lambda path: None
     failed: Callable[[], None] = lambda: None
     needed: Callable[[], int] = lambda: 0
-    _background: Background = field(default_factory=Background)
+    _writing: threading.Thread | None = None
+    _error: BaseException | None = None
     _notes: Notes | None = None
     _num_bytes: int | None = None
 
@@ -266,13 +227,19 @@ class CheckpointWriter:
         """Until the last checkpoint is there.
 
         Raises:
-            CheckpointError: a rank failed to write it; the same on all ranks.
+            CheckpointError: a rank failed to write it; the same on all ranks. Once.
         """
-        self._background.wait()
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def settle(self) -> None:
-        """Wait, whatever comes of it."""
-        self._background.settle()
+        """Wait, and leave out its error: another one is on its way."""
+        with contextlib.suppress(Exception):
+            self.wait()
 
     @contextmanager
     def saving(
@@ -307,9 +274,15 @@ class CheckpointWriter:
             self._notes = Notes(ranks.process_index, ranks.num_processes)
         notes = self._notes
         spared = {keep, target, Path(state.best_model_checkpoint or target)}
-        self._background.start(
-            lambda: self._finish(save, target, notes, ranks.is_main_process, limit, spared)
-        )
+
+        def write() -> None:
+            try:
+                self._finish(save, target, notes, ranks.is_main_process, limit, spared)
+            except BaseException as error:
+                self._error = error
+
+        self._writing = threading.Thread(target=write, name="save", daemon=True)
+        self._writing.start()
 
     def _finish(
         self,

@@ -6,7 +6,7 @@ Every change is an override of the recipe, so what helps in the replay can be ty
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,20 +125,15 @@ def _one(setup: LossSetup, objective: Objective, batch: MicroBatch) -> Outcome:
 
         return hook
 
-    handles = [
-        module.register_forward_hook(watch(name), with_kwargs=True)
-        for name, module in setup.model.named_modules()
-        if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in setup.model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(watch(name), with_kwargs=True))
         loss, norm, first_gradient = _forward_backward(setup, objective, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    name, largest = next(
+    first, largest = next(
         ((name, into) for name, is_finite, into in seen if not is_finite), (None, None)
     )
-    return Outcome(loss, norm, name, largest, first_gradient, batch.rows)
+    return Outcome(loss, norm, first, largest, first_gradient, batch.rows)
 
 
 def _forward_backward(

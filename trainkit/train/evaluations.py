@@ -189,17 +189,34 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Also the random states of Python, numpy, torch and every GPU.
     """
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    before = random_state()
     try:
         with evaluation_mode(model), torch.no_grad():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if on_gpus is not None:
-            torch.cuda.set_rng_state_all(on_gpus)
+        set_random_state(before)
+
+
+def random_state(*, of_all: bool = True) -> dict[str, Any]:
+    """Of Python, numpy, torch, and the GPU of this process or all GPUs of the host."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        of_gpus = torch.cuda.get_rng_state_all if of_all else torch.cuda.get_rng_state
+        state["cuda"] = of_gpus()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], *, of_all: bool = True) -> None:
+    """Draw from here on as where `random_state` was called."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(state["cuda"])
 
 
 @contextmanager
@@ -209,11 +226,8 @@ def _marking(loop: LoopState) -> Iterator[None]:
     if watch is None or head is None:
         yield
         return
-    handle = head.register_forward_pre_hook(lambda *_: watch.mark("evaluating"))
-    try:
+    with head.register_forward_pre_hook(lambda *_: watch.mark("evaluating")):
         yield
-    finally:
-        handle.remove()
 
 
 def look_ahead(loop: LoopState, batches: Iterable[dict[str, Any]]) -> None:

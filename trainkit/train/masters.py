@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from trainkit.evaluation_mode import changed
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 from trainkit.parallel.engine import HALF_DTYPES
@@ -204,13 +205,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _alone(self, parameter: torch.Tensor, master: torch.Tensor) -> Iterator[dict[str, Any]]:
         """The inner optimizer has one of its parameters alone; yields its group."""
-        whole = self.inner.param_groups
-        group = {**whole[self._group_of[parameter]], "params": [master]}
-        self.inner.param_groups = [group]
-        try:
+        group = {**self.inner.param_groups[self._group_of[parameter]], "params": [master]}
+        with changed([(self.inner, "param_groups", [group])]):
             yield group
-        finally:
-            self.inner.param_groups = whole
 
     def block(self, is_bad: torch.Tensor) -> None:
         """Where ``is_bad`` is true, no parameter takes a step in the backward pass that follows."""

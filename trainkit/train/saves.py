@@ -7,7 +7,6 @@ part of the optimizer. So a host needs, besides, as much memory as its ranks' pa
 from __future__ import annotations
 
 import itertools
-import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,25 +41,12 @@ from trainkit.train.checkpoints import (
     read_weights,
     remember_origin,
 )
+from trainkit.train.evaluations import random_state, set_random_state
 from trainkit.train.faults.numbers import NumberError, number_advice
 from trainkit.train.hooks import Hook, LoopState
 
 if TYPE_CHECKING:
     from trainkit.train.hub import Hub
-
-
-def random_state(args: Any) -> dict[str, Any]:
-    """Of this rank; of several the states of all GPUs of the host."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        of_all = args.world_size > 1
-        of_gpus = torch.cuda.get_rng_state_all if of_all else torch.cuda.get_rng_state
-        state["cuda"] = of_gpus()
-    return state
 
 
 def random_file(folder: Path, args: Any) -> Path:
@@ -79,12 +65,7 @@ def load_random_state(folder: Path, args: Any, point: ResumePoint | None) -> Non
     with torch.serialization.safe_globals(numpy_state):
         saved = saved_by_torch(path)
     with taking_up(path):
-        random.setstate(saved["python"])
-        np.random.set_state(saved["numpy"])
-        torch.set_rng_state(saved["cpu"])
-        if torch.cuda.is_available() and "cuda" in saved:
-            of_all = args.world_size > 1
-            (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
+        set_random_state(saved, of_all=args.world_size > 1)
 
 
 def load_schedule(scheduler: Any, folder: Path, step: int, args: Any) -> None:
@@ -138,7 +119,8 @@ class Saves(Hook):
             _write_weights(loop, save)
             if not args.save_only_model:
                 loop.engine.save_state(save)
-                small = {random_file(save.directory, args): random_state(args)}
+                drawn = random_state(of_all=args.world_size > 1)
+                small = {random_file(save.directory, args): drawn}
                 if args.should_save:
                     small[save.directory / SCHEDULER] = snapshot(loop.scheduler.state_dict())
                 for path, values in small.items():  # few numbers, which nothing changes any more

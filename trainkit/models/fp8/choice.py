@@ -442,12 +442,14 @@ class Probe:
         model: as it will train, in evaluation mode within.
         batches: ``input_ids`` and ``labels`` (B, S) each, on the model's device.
         loss: of the plain model, in nats a trained token.
+        agree: ranks compute alike, but not to the last bit; the first one's numbers count.
     """
 
     model: nn.Module
     batches: Sequence[Mapping[str, Tensor]]
     loss: float = 0.0
     num_tokens: int = 0
+    agree: Callable[[Any], Any] = lambda value: value
     _plain: list[Tensor] = field(default_factory=list)
     _floors: dict[str, float] = field(default_factory=dict)
 
@@ -459,7 +461,7 @@ class Probe:
             self.num_tokens += len(labels)
             for rows, wanted in _pieces(logits, labels):
                 total += functional.cross_entropy(rows.float(), wanted, reduction="sum").item()
-        self.loss = total / max(self.num_tokens, 1)
+        self.loss = self.agree(total / max(self.num_tokens, 1))
 
     def increase(self, layers: Iterable[str]) -> Increase:
         """What fp8 forward products in these layers cost, all other layers plain."""
@@ -468,7 +470,8 @@ class Probe:
             swap_in(self.model, dict.fromkeys(layers, (True, True)), in_evaluation=True)
         )
         floor = self._floor(layers[0])
-        return Increase(max(found.expected - floor, 0.0), found.seen)
+        increase: Increase = self.agree(Increase(max(found.expected - floor, 0.0), found.seen))
+        return increase
 
     def _floor(self, layer: str) -> float:
         """What another order of sums in a layer, and so in all that follow, does."""

@@ -18,13 +18,12 @@ from trainkit.models.fp8.base import Fp8Errors, describe_errors, layer_errors
 from trainkit.models.fp8.choice import (
     Candidates,
     Fp8Choice,
-    Increase,
     Probe,
     choose,
     find_candidates,
     probe_batches,
 )
-from trainkit.models.fp8.savings import Saving, measure_savings
+from trainkit.models.fp8.savings import measure_savings
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.swap import Swaps
@@ -133,33 +132,14 @@ def decide(
     )
     if setup.options.loss_budget == ALL:
         return choose(candidates, setup.options, savings, timing, None, frozen=frozen)
-    gaining = _any_gain(savings)
+    gaining = any(max(one.forward, one.forward + one.backward) > 0 for one in savings.values())
     with evaluation_mode(model), setup.gathering(model), torch.no_grad():
-        probe = _AgreedProbe(model, _text(setup, model, device), agree=setup.agree)
+        probe = Probe(model, _text(setup, model, device), agree=setup.agree)
         if gaining:
             probe.begin()
         return choose(
             candidates, setup.options, savings, timing, probe if gaining else None, frozen=frozen
         )
-
-
-@dataclass
-class _AgreedProbe(Probe):
-    """Ranks compute alike, but not to the last bit; the first one's numbers count."""
-
-    agree: Callable[[Any], Any] = lambda value: value
-
-    def begin(self) -> None:
-        super().begin()
-        self.loss = self.agree(self.loss)
-
-    def increase(self, layers: Iterable[str]) -> Increase:
-        found: Increase = self.agree(super().increase(layers))
-        return found
-
-
-def _any_gain(savings: Mapping[str, Saving]) -> bool:
-    return any(max(one.forward, one.forward + one.backward) > 0 for one in savings.values())
 
 
 def _recorded(setup: Fp8Setup, candidates: Candidates) -> Fp8Choice | None:

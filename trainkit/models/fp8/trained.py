@@ -115,15 +115,13 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         x: (..., K).
         layers: each from K to its N.
     """
-    chosen = [directions_of(layer) or Directions() for layer in layers]
+    chosen = [
+        layer.directions() if isinstance(layer, TrainedFp8) and layer.runs_fp8 else Directions()
+        for layer in layers
+    ]
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
     return fp8_linears(x, weights, biases, chosen)
-
-
-def directions_of(layer: nn.Module) -> Directions | None:
-    """Which products of a layer run in fp8 now; None where none does."""
-    return layer.directions() if isinstance(layer, TrainedFp8) and layer.runs_fp8 else None
 
 
 def feed_forward_in_fp8(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,15 +136,12 @@ def _recorded(model: Any) -> Chain:
     def on_result(what: Any) -> Callable[..., None]:
         return lambda _, __, result: results.__setitem__(what, result)
 
-    hooks = []
-    for what, module in (*enumerate(layers), *ends.items()):
-        hooks.append(module.register_forward_pre_hook(on_call(what), with_kwargs=True))
-        hooks.append(module.register_forward_hook(on_result(what)))
-    try:
+    with ExitStack() as hooks:
+        for what, module in (*enumerate(layers), *ends.items()):
+            told = module.register_forward_pre_hook(on_call(what), with_kwargs=True)
+            hooks.enter_context(told)
+            hooks.enter_context(module.register_forward_hook(on_result(what)))
         model(**_batch(model))
-    finally:
-        for hook in hooks:
-            hook.remove()
     _refuse_other_orders(order, given, results, number, ends)
     first, last = order.index(0), order.index(number - 1)
     before = {}
@@ -172,7 +169,14 @@ def _recorded(model: Any) -> Chain:
         after,
         len(output) if isinstance(output, tuple) else 0,
         given[0][0].shape[-1],
-        sum(map(_products, layers)) / number,
+        # Weights that a token meets: a replica has twice as many experts as a token goes to.
+        sum(
+            w.numel() / (w.dim() - 1)
+            for each in layers
+            for w in each.parameters()
+            if w.dim() in (2, 3)
+        )
+        / number,
     )
 
 
@@ -221,13 +225,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
-
-
-def _products(layer: nn.Module) -> float:
-    """Weights that a token meets: a replica has twice as many experts as a token goes to."""
-    return sum(
-        each.numel() / (each.dim() - 1) for each in layer.parameters() if each.dim() in (2, 3)
-    )
 
 
 def _prove(model: Any, chain: Chain) -> None:

@@ -37,6 +37,7 @@ from trainkit.parallel.fsdp import (
     save_config,
     shard,
 )
+from trainkit.parallel.parameters import own_part
 from trainkit.parallel.pipeline.chain import (
     Chain,
     RunLoss,
@@ -78,11 +79,6 @@ def _units(base: Any, share: Share, chain: Chain) -> Iterator[nn.Module]:
     yield from (layers[number] for number in sorted(share.layers))
     ends = [*(chain.before if share.has_first else ()), *(chain.after if share.has_last else ())]
     yield from map(base.get_submodule, ends)
-
-
-def part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,17 +134,6 @@ def write_shards(
 
 _BUCKET = 1 << 26
 """Numbers that are added up over ranks at once."""
-
-
-def mean_over(gradients: Sequence[torch.Tensor], group: Any, size: int) -> None:
-    """The mean of each over the ranks of a group, in place."""
-    for bucket in _buckets(gradients):
-        flat = torch.cat([each.flatten() for each in bucket])
-        torch.distributed.all_reduce(flat, group=group)
-        flat.div_(size)
-        pieces = flat.split([each.numel() for each in bucket])
-        for each, piece in zip(bucket, pieces, strict=True):
-            each.copy_(piece.view_as(each))
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
@@ -287,12 +272,16 @@ class Pipeline(InParts):
                 tied_group = group if data == data_rank else tied_group
             if share.has_first or share.has_last:
                 tied = (self._embedding(model).weight,)
+        # What goes from layer to layer has the dtype of the base's weights.
+        layers = causal_lm(model).get_submodule(self._chain.layers)
+        weights = (p for name, p in layers.named_parameters() if "lora_" not in name)
+        dtype = next(each.dtype for each in weights if each.is_floating_point())
         wire = Wire(
             mesh["pipeline"].get_group(),
             ranks[share.last_rank],
             device,
             self._chain.hidden_size,
-            _dtype_of_states(causal_lm(model).get_submodule(self._chain.layers)),
+            dtype,
         )
         if self._options.shard == FSDP2:
             self._saved_dtypes = shard_over(model, share, self._chain, mesh["data"], device)
@@ -389,12 +378,18 @@ class Pipeline(InParts):
         now = self._now
         for parameter in now.tied:
             if parameter in holders:
-                mine = part(gradient_of(holders[parameter]))
+                mine = own_part(gradient_of(holders[parameter]))
                 torch.distributed.all_reduce(mine, group=now.tied_group)
         if now.data_size == 1 or self._options.shard == FSDP2:
             return
         gradients = [gradient_of(each) for each in holders.values()]
-        mean_over(gradients, now.data_group, now.data_size)
+        for bucket in _buckets(gradients):
+            flat = torch.cat([each.flatten() for each in bucket])
+            torch.distributed.all_reduce(flat, group=now.data_group)
+            flat.div_(now.data_size)
+            pieces = flat.split([each.numel() for each in bucket])
+            for each, piece in zip(bucket, pieces, strict=True):
+                each.copy_(piece.view_as(each))
 
     @torch.no_grad()
     def _clipped(self, max_norm: float) -> torch.Tensor:
@@ -406,13 +401,13 @@ class Pipeline(InParts):
             for parameter, holder in holders.items()
             if holder.grad is not None and not any(parameter is each for each in repeated)
         ]
-        mine = torch.nn.utils.get_total_norm([part(each) for each in counted])
+        mine = torch.nn.utils.get_total_norm([own_part(each) for each in counted])
         square = mine.to(now.wire.device).double() ** 2
         torch.distributed.all_reduce(square, group=now.wire.group)
         if self._options.shard == FSDP2:
             torch.distributed.all_reduce(square, group=now.data_group)
         norm = square.sqrt().float()
-        gradients = [part(each.grad) for each in holders.values() if each.grad is not None]
+        gradients = [own_part(each.grad) for each in holders.values() if each.grad is not None]
         if max_norm < float("inf") and gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -474,10 +469,10 @@ class Pipeline(InParts):
     def _own(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """What ``state_dict`` has of this rank's share, each tensor once."""
         tied = () if self._now.share.has_first else self._now.tied
-        seen = {part(each).data_ptr() for each in tied}
+        seen = {own_part(each).data_ptr() for each in tied}
         for name, value in model.state_dict().items():
-            if part(value).data_ptr() not in seen:
-                seen.add(part(value).data_ptr())
+            if own_part(value).data_ptr() not in seen:
+                seen.add(own_part(value).data_ptr())
                 yield name, value
 
     def _parts(self, *, of_optimizer: bool = True) -> dict[str, torch.Tensor]:
@@ -493,7 +488,7 @@ class Pipeline(InParts):
     def _round(self, weights: Mapping[str, torch.Tensor]) -> None:
         for name, value in weights.items():
             parameter = self.model.get_parameter(name)
-            if part(parameter).data_ptr() != part(value).data_ptr():
+            if own_part(parameter).data_ptr() != own_part(value).data_ptr():
                 parameter.copy_(value)
 
 
@@ -501,12 +496,3 @@ def without_labels(batch: Batch) -> Batch:
     """A batch as it is, of which nothing is trained."""
     labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     return {**batch, "labels": labels, "num_trained_tokens": 0}
-
-
-def _dtype_of_states(layers: nn.Module) -> torch.dtype:
-    """Of what goes from layer to layer: the dtype of the base's weights."""
-    return next(
-        parameter.dtype
-        for name, parameter in layers.named_parameters()
-        if "lora_" not in name and parameter.is_floating_point()
-    )

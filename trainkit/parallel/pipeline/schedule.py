@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trainkit.evaluation_mode import changed
 from trainkit.parallel.pipeline.chain import RunLoss, Stage
 from trainkit.parallel.pipeline.share import Schedule, Share
 
@@ -41,13 +42,8 @@ def layers_kept(stages: Sequence[Stage]) -> Iterator[bool]:
         for layer in stage.modules()
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
     )
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
+    with changed((layer, "gradient_checkpointing", False) for layer in layers):
         yield bool(layers)
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
 
 
 class TwiceRun:

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
+from trainkit.evaluation_mode import changed
 from trainkit.parallel.engine import Engine, Saving, Training, tensors_of
 from trainkit.parallel.launch import free_port
 from trainkit.parallel.part_files import (
@@ -296,17 +297,11 @@ class DeepSpeed(Engine):
         """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
         return None if self.shards_weights else device
 
-    @contextmanager
-    def loading_whole(self) -> Iterator[None]:
+    def loading_whole(self) -> AbstractContextManager[None]:
         """Under ZeRO-3 transformers shards while it loads, if it knows of the configuration."""
         from transformers.integrations import deepspeed as known
 
-        configuration = known._hf_deepspeed_config_weak_ref
-        known.unset_hf_deepspeed_config()
-        try:
-            yield
-        finally:
-            known._hf_deepspeed_config_weak_ref = configuration
+        return changed([(known, "_hf_deepspeed_config_weak_ref", None)])
 
     @contextmanager
     def gathering(self, model: nn.Module) -> Iterator[None]:
@@ -324,18 +319,14 @@ class DeepSpeed(Engine):
         layers = [layer for stack in stacks for layer in stack]
         inside = {id(weight) for layer in layers for weight in layer.parameters()}
         outside = [weight for weight in model.parameters() if id(weight) not in inside]
-        handles = []
-        for layer in layers:
-            gathered = zero.GatheredParameters(list(layer.parameters()))
-            before, after = _entering(gathered), _leaving(gathered)
-            handles.append(layer.register_forward_pre_hook(before))
-            handles.append(layer.register_forward_hook(after, always_call=True))
-        try:
-            with zero.GatheredParameters(outside):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for layer in layers:
+                gathered = zero.GatheredParameters(list(layer.parameters()))
+                before, after = _entering(gathered), _leaving(gathered)
+                hooks.enter_context(layer.register_forward_pre_hook(before))
+                hooks.enter_context(layer.register_forward_hook(after, always_call=True))
+            hooks.enter_context(zero.GatheredParameters(outside))
+            yield
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
         """Under ZeRO-3 the saved model, loaded again without sharding."""

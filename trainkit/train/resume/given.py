@@ -55,7 +55,10 @@ def read_command(
 ) -> Given:
     """Find the run that is meant and load its recipe."""
     if resume is None and is_restarted():
-        return _after_restart(config, overrides, options, output_dir)
+        if config is None:
+            raise _no_recipe()
+        # The same command of a launch once more goes on with the run that this launch has made.
+        return _automatic(config, overrides, options, output_dir, launch=launch_id() or "")
     if resume == "auto":
         return _automatic(config, overrides, options, output_dir)
     if resume is None:
@@ -118,18 +121,6 @@ def _automatic(
             break  # ended, and with other values: this one is another run
     loaded = loaded or _load(config, overrides, options)
     return Given(loaded, _as_overrides(overrides, options, loaded))
-
-
-def _after_restart(
-    config: Path | None,
-    overrides: Sequence[str],
-    options: Mapping[str, Any],
-    output_dir: Path | None,
-) -> Given:
-    """The same command of a launch once more: it goes on with the run that this launch has made."""
-    if config is None:
-        raise _no_recipe()
-    return _automatic(config, overrides, options, output_dir, launch=launch_id() or "")
 
 
 def _went_on_from(run: RunDirectory, step: int) -> bool:
