@@ -101,17 +101,14 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
         each = values.get(key)
         most = _MOST.get(key, 100_000_000)
         is_size = isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= most
-        if each is not None and not is_size and not _lists_sizes(each):
+        # Or every layer has its own.
+        of_layers = isinstance(each, list) and len(each) > 1 and {*map(type, each)} == {int}
+        if each is not None and not is_size and not of_layers:
             said = f"{each!r:.40}, and must be a whole number from 1 to {most:,}"
             raise ModelError(f"{key} is {said}", where="config.json")
     heads, shared = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(f"{heads} num_attention_heads cannot share {shared} num_key_value_heads")
-
-
-def _lists_sizes(each: Any) -> bool:
-    """Of every layer its own."""
-    return isinstance(each, list) and len(each) > 1 and all(isinstance(e, int) for e in each)
 
 
 def first_line(error: BaseException) -> str:

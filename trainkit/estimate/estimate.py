@@ -55,17 +55,14 @@ def suggest(plan: Plan, gpu: Gpu, replan: Replan) -> list[Suggestion]:
             for each in _fitting(plan, gpu, replan, number, kind):
                 if len(found[kind]) == SHOWN[kind]:
                     break
-                if not any(_is_no_better(each, known) for known in found[kind]):
+                if all(
+                    each.time <= 0.995 * known.time
+                    or each.peak_gib <= 0.99 * known.peak_gib
+                    or each.host_gib < known.host_gib
+                    for known in found[kind]
+                ):
                     found[kind].append(each)
     return [each for kind in SHOWN for each in sorted(found[kind], key=lambda each: each.time)]
-
-
-def _is_no_better(each: Suggestion, known: Suggestion) -> bool:
-    return (
-        each.time > 0.995 * known.time
-        and each.peak_gib > 0.99 * known.peak_gib
-        and each.host_gib >= known.host_gib
-    )
 
 
 def _fitting(plan: Plan, gpu: Gpu, replan: Replan, number: int, kind: str) -> list[Suggestion]:

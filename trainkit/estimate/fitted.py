@@ -166,7 +166,9 @@ def fitted_recipe(
     shipped = shipped_text(_like(kind, shape))
     own, comments = _of_objective(method)
     values |= {"model.dtype": "bfloat16", **own}
-    context = _context_of(config)
+    from trainkit.models.context import context_of  # which comes with torch
+
+    context = context_of(config)
     longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
     if context is not None and longest is not None and context < int(longest[1]):
         values["data.max_length"] = context
@@ -177,7 +179,9 @@ def fitted_recipe(
         values["deepspeed"] = None
     if kind != "full":
         values["lora.r"] = 16
-    values |= _base_of(kind, gpu)
+    if kind == "fp8" and not gpu.fp8:
+        raise RecipeError(f"{gpu.name} has no cores for fp8", where="--method", fix="take qlora")
+    values |= {"lora.quantize": "fp8"} if kind == "fp8" else {}
     for key in off or {}:
         values[key] = False
         comments[key] = _UNFIT[key]
@@ -195,7 +199,7 @@ def fitted_recipe(
             if small is not None and small.fits:
                 return Fitted(_with_header(frugal, model, method, small), small, _FRUGALLY)
         if not same:
-            raise RecipeError(_too_large(found), where="--gpu", fix=_way_out(found))
+            raise _too_large(found)
         # global_batch_size stays, and with it the number of rows a step
         settings = same[0].settings.split()
         changed = tuple(each for each in settings if "accumulation" not in each)
@@ -206,14 +210,6 @@ def fitted_recipe(
         text = with_values(text, lower, said)
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
-
-
-def _base_of(method: str, gpu: Gpu) -> dict[str, Any]:
-    if method != "fp8":
-        return {}
-    if not gpu.fp8:
-        raise RecipeError(f"{gpu.name} has no cores for fp8", where="--method", fix="take qlora")
-    return {"lora.quantize": "fp8"}
 
 
 def _of_objective(method: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -228,12 +224,6 @@ def _of_objective(method: str) -> tuple[dict[str, Any], dict[str, str]]:
         values["training.per_device_train_batch_size"] = 2
         comments["training.per_device_train_batch_size"] = "rows of pairs, each twice as long"
     return values, comments
-
-
-def _context_of(config: Mapping[str, Any]) -> int | None:
-    from trainkit.models.context import context_of  # which comes with torch
-
-    return context_of(config)
 
 
 def _known_of(model: str) -> tuple[Mapping[str, Any], ModelShape | None]:
@@ -280,22 +270,14 @@ def _estimated(text: str, gpu: Gpu, gpus: int, shape: ModelShape | None) -> Esti
         return None
 
 
-def _too_large(found: Estimate) -> str:
-    return (
-        f"it needs {found.peak.needed_gib:.1f} GiB of each GPU, {found.gpu.name} has "
-        f"{found.gpu.memory_gib:.1f}, and nothing that trains the same weights makes it fit"
-    )
-
-
-def _way_out(found: Estimate) -> str:
+def _too_large(found: Estimate) -> RecipeError:
     others = [f"{each.settings} takes {each.peak_gib:.1f} GiB" for each in found.suggestions]
-    return "; ".join(["more --gpus, another --method", *others[:2]])
-
-
-def _spread(found: Estimate) -> str:
-    """What `trainkit estimate` must be told to answer as the header does."""
-    gpus = "" if found.plan.gpus == 1 else f" --gpus {found.plan.gpus}"
-    return f" --gpu {found.gpu.name}{gpus}"
+    return RecipeError(
+        f"it needs {found.peak.needed_gib:.1f} GiB of each GPU, {found.gpu.name} has "
+        f"{found.gpu.memory_gib:.1f}, and nothing that trains the same weights makes it fit",
+        where="--gpu",
+        fix="; ".join(["more --gpus, another --method", *others[:2]]),
+    )
 
 
 def _with_header(text: str, model: str, method: str, found: Estimate | None) -> str:
@@ -303,8 +285,10 @@ def _with_header(text: str, model: str, method: str, found: Estimate | None) -> 
     body = next(n for n, line in enumerate(lines) if "yaml-language-server" in line)
     about = [f"# {model}, {METHODS[method]}."]
     if found is not None:
+        gpus, gpu = found.plan.gpus, found.gpu.name
+        spread = f"--gpu {gpu}" + ("" if gpus == 1 else f" --gpus {gpus}")
         about.append(
-            f"# Expected: {found.peak.gib:.1f} GiB of each of {found.plan.gpus} x "
-            f"{found.gpu.name}; `trainkit estimate FILE{_spread(found)}` says of what."
+            f"# Expected: {found.peak.gib:.1f} GiB of each of {gpus} x {gpu}; `trainkit estimate "
+            f"FILE {spread}` says of what."
         )
     return "\n".join([*about, *lines[body:]]) + "\n"

@@ -73,7 +73,7 @@ def optimizer_bytes(
 
 def passing(plan: Plan, numel: int) -> float:
     """What a parameter of so many numbers has for its step in the backward pass."""
-    element = plan.element if plan.adapters is None else plan.adapters.element
+    element = plan.trained_element
     step = sum(plan.stepping) * numel
     if element == 4:
         return 4.0 * numel + step
@@ -130,7 +130,7 @@ def masters(plan: Plan) -> float:
     engine = plan.stage > 0
     if not (plan.trainer or engine) or plan.offloads_optimizer or plan.optimizer is None:
         return 0.0
-    element = plan.element if plan.adapters is None else plan.adapters.element
+    element = plan.trained_element
     if (element == 4 and (not engine or plan.fsdp)) or not plan.keeps_masters:
         return 0.0
     return 4.0 * plan.trained * _sharded(plan, 1)
@@ -144,7 +144,7 @@ def optimizer(plan: Plan) -> float:
 
 def gradient_bytes(plan: Plan) -> float:
     """Of one trained number, from the moment its layer's backward pass is done."""
-    element = plan.element if plan.adapters is None else plan.adapters.element
+    element = plan.trained_element
     if plan.offloads_optimizer and plan.stage > 1:
         return 0.0
     if plan.fsdp:
@@ -163,7 +163,7 @@ def buffers(plan: Plan) -> float:
     total = 0.09 * 2**30
     if plan.gpus == 1 and plan.stage == 0:
         return total
-    element = plan.element if plan.adapters is None else plan.adapters.element
+    element = plan.trained_element
     # Nobody wraps the model.
     if plan.stage == 0 and (plan.in_backward or plan.flat or plan.stage_layers):
         return total
@@ -222,7 +222,7 @@ def gathered(plan: Plan, layer: int) -> float:
             tables += table
     if at_loss:
         return layers + tables
-    return layers + tables + 4 * _trained_in(plan, layer)
+    return layers + tables + 4 * plan.recorded.kinds[shape.order[layer]].trained
 
 
 # -- What one rank has where ranks share a model's layers (a pipeline) or its matrix products
@@ -499,16 +499,8 @@ def _of_others(plan: Plan, kept: float, layers: list[Layer]) -> tuple[float, flo
     others += plan.held_late * sum(_kept_for_weights(plan, at) for at in range(len(layers)))
     # The head's gradient waits in fp32; those of a stage's weights come together.
     others += 4 * plan.shape.table if plan.trains_head else 0
-    in_stages = max(map(max, plan.stage_layers)) * max(map(_trained, layers))
+    in_stages = max(map(max, plan.stage_layers)) * max(each.trained for each in layers)
     return others, plan.element * in_stages
-
-
-def _trained(layer: Layer) -> int:
-    return layer.trained
-
-
-def _trained_in(plan: Plan, layer: int) -> int:
-    return plan.recorded.kinds[plan.shape.order[layer]].trained
 
 
 def _kept_for_weights(plan: Plan, at: int) -> float:

@@ -148,6 +148,11 @@ class Plan:
         return 4 if self.base == "float32" and self.adapters is None else 2
 
     @property
+    def trained_element(self) -> int:
+        """Bytes of a number that trains."""
+        return self.element if self.adapters is None else self.adapters.element
+
+    @property
     def stream(self) -> int:
         """Bytes of a number between two layers."""
         return 4 if self.upcast or self.base == "float32" else 2

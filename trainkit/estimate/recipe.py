@@ -128,16 +128,12 @@ def _recomputing(plan: Plan, recipe: Recipe) -> Plan:
     if options is None:
         return plan
     if options.offload != "auto":
-        plan = _offloading(plan, options.offload)
+        adapters = plan.adapters and replace(plan.adapters, offload=options.offload)
+        plan = replace(plan, offload=options.offload, adapters=adapters)
     if options.budget_gib is None:
         return replace(plan, recompute=options.every or 0, selective=options.selective)
     offloads = options.offload is not False
     return keep_to_budget(replace(plan, budget_gib=options.budget_gib, budget_offloads=offloads))
-
-
-def _offloading(plan: Plan, offload: bool) -> Plan:
-    adapters = None if plan.adapters is None else replace(plan.adapters, offload=offload)
-    return replace(plan, offload=offload, adapters=adapters)
 
 
 def _rank(training: dict[str, Any]) -> int:

@@ -30,7 +30,7 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
-from trainkit.models.recompute import KEPT
+from trainkit.models.recompute import is_cheap, is_kept
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Tracker(TorchDispatchMode):
         result = kwargs["out"] if flops and "out" in kwargs else func(*args, **kwargs)
         now = self.now
         now.operations += 1
-        if name in KEPT and func._overloadname == "default" and not _is_small(name, args):
+        if is_kept(func) and not is_cheap(func, args):
             self.products.append(_bytes(result))
         if flops is not None:
             if name == "aten::_scaled_mm":
@@ -193,20 +193,9 @@ _OF_NUMBERS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "
 """What a host asks of numbers, and waits for."""
 
 
-def _is_small(name: str, args: Sequence[Any]) -> bool:
-    """A product that selective checkpointing computes again all the same."""
-    if name not in ("aten::mm", "aten::addmm"):
-        return False
-    inner, outputs = args[2 if name == "aten::addmm" else 1].shape
-    return bool(inner * 8 <= outputs)
-
-
 def _bytes(result: Any) -> float:
-    return float(sum(e.numel() * e.element_size() for e in tree_leaves(result) if _is_tensor(e)))
-
-
-def _is_tensor(each: Any) -> bool:
-    return isinstance(each, Tensor)
+    tensors = (each for each in tree_leaves(result) if isinstance(each, Tensor))
+    return float(sum(each.numel() * each.element_size() for each in tensors))
 
 
 # -- A whole step ---------------------------------------------------------------------------------
@@ -356,19 +345,20 @@ def _wide(each: Any) -> Any:
 
 
 class _Watch:
-    """Marks the phases of a step with hooks that go away again."""
+    """Marks the phases of a step with hooks."""
 
-    def __init__(self, layers: Sequence[nn.Module], tracker: Tracker) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], tracker: Tracker, hooks: contextlib.ExitStack
+    ) -> None:
         self.before: dict[int, float] = {}
         self.after: dict[int, float] = {}
         self.outputs: dict[int, float] = {}
         self.products: dict[int, list[float]] = {}
         self._tracker, self._number = tracker, len(layers)
-        self.handles = []
         for index, layer in enumerate(layers):
-            into = functools.partial(self._enter, index)
-            self.handles.append(layer.register_forward_pre_hook(into, with_kwargs=True))
-            self.handles.append(layer.register_forward_hook(functools.partial(self._leave, index)))
+            into, out = (functools.partial(each, index) for each in (self._enter, self._leave))
+            hooks.enter_context(layer.register_forward_pre_hook(into, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(out))
 
     def _enter(self, index: int, module: Any, args: Any, kwargs: Any) -> None:
         tracker = self._tracker
@@ -397,9 +387,6 @@ def _step(
 ) -> Recording:
     model, layers = short.model, short.layers
     tracker = Tracker(short.known, in_kernels)
-    watch = _Watch(layers, tracker)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    handles = [each.register_post_accumulate_grad_hook(tracker.gives_away) for each in trained]
     ids = torch.zeros(batch_size, length, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     if job.masked:
@@ -408,16 +395,16 @@ def _step(
     if job.adapters is not None or job.upcast:
         autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     build.attention_notes.clear()
-    try:
-        with tracker:
-            with autocast, _AutocastOfGpu(), build.quiet():
-                loss = model(**batch).loss
-            loss.backward()
-            tracker.begin("done")
-            del loss
-    finally:
-        for each in [*watch.handles, *handles]:
-            each.remove()
+    with contextlib.ExitStack() as hooks, tracker:
+        watch = _Watch(layers, tracker, hooks)
+        for each in model.parameters():
+            if each.requires_grad:
+                hooks.enter_context(each.register_post_accumulate_grad_hook(tracker.gives_away))
+        with autocast, _AutocastOfGpu(), build.quiet():
+            loss = model(**batch).loss
+        loss.backward()
+        tracker.begin("done")
+        del loss
     return _recording(short, tracker, watch)
 
 

@@ -185,11 +185,11 @@ class _Keep(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func):
+        if is_kept(func):
             self._drop_cheap()
             if self._needed is None or self._number < self._needed:
                 self.results[self._number] = _detached(result)
-                self._cheap = self._number if _is_cheap(func, args) else None
+                self._cheap = self._number if is_cheap(func, args) else None
             self._number += 1
         elif self._cheap is not None and _writes_to_first(func):
             kept = self.results[self._cheap]
@@ -237,7 +237,7 @@ class _Again(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if _is_kept(func):
+        if is_kept(func):
             number, self._number = self._number, self._number + 1
             if number in self._results:
                 self._taken = self._number
@@ -250,12 +250,14 @@ class _Again(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_kept(func: Any) -> bool:
+def is_kept(func: Any) -> bool:
+    """Whether an operation's result is one of `KEPT`."""
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.name in KEPT and func._overloadname == "default"
 
 
-def _is_cheap(func: Any, args: Sequence[Any]) -> bool:
+def is_cheap(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is a product that is computed again all the same, see `CHEAP`."""
     if func._schema.name not in ("aten::mm", "aten::addmm"):
         return False
     inner, outputs = args[-1].shape

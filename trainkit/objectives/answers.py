@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainkit.data.datasets import PreparedData, pack
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.loss import LossOptions, configure, token_losses
-from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
+from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step, Sums
 from trainkit.objectives.sft import collator
 from trainkit.options import PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
@@ -36,12 +36,12 @@ _NORMAL = 1.959963984540054
 """Of a 95% interval."""
 
 
-class Ratios:
-    """Figures that are a sum over a count, such as means, since the last `take`."""
+class Ratios(Sums):
+    """Figures that are a sum over a count, such as means: each figure's sum next to its count."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.sums: Tensor | None = None
+        self.shape = (len(self.names), 2)
 
     @torch.no_grad()
     def add(self, figures: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -50,14 +50,7 @@ class Ratios:
         for name in self.names:
             values, counts = (each.double() for each in figures[name])
             columns.append(torch.stack((torch.where(counts > 0, values, 0).sum(), counts.sum())))
-        found = torch.stack(columns).detach()
-        self.sums = found if self.sums is None else self.sums + found
-
-    def take(self, device: torch.device) -> Tensor:
-        """The sums since the last call, each figure's next to its count."""
-        sums, self.sums = self.sums, None
-        size = (len(self.names), 2)
-        return torch.zeros(size, dtype=torch.float64, device=device) if sums is None else sums
+        self.put(torch.stack(columns).detach())
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
         """The figures that came up; of an evaluation's accuracies also a 95% interval."""

@@ -134,6 +134,22 @@ class Metrics(Protocol):
         """What the log says: key to value, from the ranks' summed and flattened sums."""
 
 
+class Sums:
+    """Sums on the device since the last `take`, as `Metrics` have them."""
+
+    shape: tuple[int, ...]
+    sums: torch.Tensor | None = None
+
+    def put(self, found: torch.Tensor) -> None:
+        """A batch's."""
+        self.sums = found if self.sums is None else self.sums + found
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """Of ``shape``; zeros if there was no batch."""
+        sums, self.sums = self.sums, None
+        return torch.zeros(self.shape, dtype=torch.float64, device=device) if sums is None else sums
+
+
 class Loss(Protocol):
     """An objective at work on one model."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainkit.auto_class import without_adapters
 from trainkit.errors import ModelError
 from trainkit.models.linears import expert_parameters
+from trainkit.objectives.objective import Sums
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
@@ -122,7 +123,7 @@ class Routing:
         return found
 
 
-class RouterLosses:
+class RouterLosses(Sums):
     """The losses of a model's routers, of a whole step, and of a whole evaluation.
 
     The auxiliary loss is transformers' `load_balancing_loss_func`, of all tokens that are no
@@ -139,8 +140,7 @@ class RouterLosses:
 
     Attributes:
         seen: what `count` says of the whole step, over all ranks; None before it is known.
-        shape: of the sums.
-        sums: float64, what `count` says since the last `take`; None before a batch.
+        sums: what `count` says.
 
     Raises:
         ModelError: the model has no such losses.
@@ -155,7 +155,6 @@ class RouterLosses:
             getattr(text, "output_router_logits", False) and own
         )
         self.seen: Tensor | None = None
-        self.sums: Tensor | None = None
         if self.is_on:
             self._type = str(text.model_type)
             self._experts, self._chosen = _sizes(base, text)
@@ -187,19 +186,13 @@ class RouterLosses:
 
     def add(self, outputs: Any, real: Tensor) -> None:
         """A batch of an evaluation."""
-        counts = self.count(outputs, real).detach()
-        self.sums = counts if self.sums is None else self.sums + counts
+        self.put(self.count(outputs, real).detach())
 
     def losses(self, mine: Tensor, whole: Tensor) -> Tensor:
         """(2,) float64, the part that has ``mine`` of a ``whole``, times the factors."""
         number, tokens = self._experts, whole[-1].clamp(min=1)
         balance = number * (whole[:number] / tokens * mine[number:-2]).sum() / tokens
         return torch.stack((balance, mine[-2] / tokens)) * balance.new_tensor(self.factors)
-
-    def take(self, device: torch.device) -> Tensor:
-        """As `Together` has it."""
-        sums, self.sums = self.sums, None
-        return torch.zeros(self.shape, dtype=torch.float64, device=device) if sums is None else sums
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
         """The losses of all that was added."""
@@ -282,7 +275,7 @@ def _tails(ids: Tensor, positions: Tensor | None, targets: Tensor | None) -> Ten
     return last & ~(last & other).any(1, keepdim=True)
 
 
-class Together:
+class Together(Sums):
     """Several figures as one."""
 
     @classmethod
@@ -294,6 +287,7 @@ class Together:
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self._sizes = [int(torch.Size(each.shape).numel()) for each in parts]
+        self.shape = (sum(self._sizes),)
 
     @property
     def sums(self) -> Tensor | None:
@@ -313,15 +307,6 @@ class Together:
         given = [None] * len(self.parts) if values is None else values.split(self._sizes)
         for each, mine in zip(self.parts, given, strict=True):
             each.sums = None if mine is None else mine.reshape(each.shape).clone()
-
-    def take(self, device: torch.device) -> Tensor:
-        """The sums since the last call, flat; zeros if there was no batch."""
-        sums, self.sums = self.sums, None
-        return (
-            torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-            if sums is None
-            else sums
-        )
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
         """What the log says of each."""

@@ -29,6 +29,7 @@ from trainkit.objectives.objective import (
     Objective,
     RowShape,
     Step,
+    Sums,
 )
 from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.options.data import IGNORE_INDEX
@@ -238,15 +239,11 @@ def distinct_labels(names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-class SourceLosses:
-    """Sums of losses and of trained tokens per source since the last `take`.
+class SourceLosses(Sums):
+    """Sums of losses and of trained tokens per source, (2, G).
 
     A loss head hands over the losses of its rows; where a model computes logits instead, they are
     read once more, in chunks.
-
-    Attributes:
-        shape: of the sums.
-        sums: (2, G) float64 since the last `take`: losses and trained tokens; None before a batch.
     """
 
     def __init__(self, model: nn.Module, labels: Sequence[str]) -> None:
@@ -255,7 +252,6 @@ class SourceLosses:
         self._heads = [module for module in model.modules() if isinstance(module, LossHead)]
         for head in self._heads:
             head.keeps_row_losses = True
-        self.sums: torch.Tensor | None = None
 
     @torch.no_grad()
     def add(
@@ -285,15 +281,7 @@ class SourceLosses:
         rows = losses[..., None]
         # where, not a product: a loss that is NaN or infinite must not reach the other sources.
         sums = torch.where(belongs, rows, 0).sum((0, 1), dtype=torch.float64)
-        batch = torch.stack((sums, belongs.sum((0, 1)).double()))
-        self.sums = batch if self.sums is None else self.sums + batch
-
-    def take(self, device: torch.device) -> torch.Tensor:
-        """(2, G) float64 on ``device``: losses and trained tokens; zeros if there was no batch."""
-        sums, self.sums = self.sums, None
-        if sums is None:
-            return torch.zeros(2, len(self.labels), dtype=torch.float64, device=device)
-        return sums
+        self.put(torch.stack((sums, belongs.sum((0, 1)).double())))
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
         """What the log says: ``loss/NAME`` and ``num_trained_tokens/NAME`` of sources."""

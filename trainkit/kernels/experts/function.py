@@ -188,16 +188,16 @@ def moe_mlp(
         gate_up, down = (
             each if isinstance(each, Packed) else each.to(x.dtype) for each in (gate_up, down)
         )
+    codes = [each.codes if isinstance(each, Packed) else each for each in (gate_up, down)]
+    unpacks = [each.unpack if isinstance(each, Packed) else None for each in (gate_up, down)]
     if why_no_kernel(x, gate_up, down, rank):
-        gate_up, down = (_unpacked(each, x.dtype) for each in (gate_up, down))
+        first, second = (_unpacked(*each, x.dtype) for each in zip(codes, unpacks, strict=True))
         return moe_mlp_reference(
-            x, index, scale, gate_up, down, *factors, gate_up_bias, down_bias,
+            x, index, scale, first, second, *factors, gate_up_bias, down_bias,
             scaling=scaling, activation=activation, limits=limits, interleaved=interleaved,
             transposed=transposed,
         )  # fmt: skip
     gate = (activation == "gelu_tanh", limits.limit or 0.0, *limits[1:], interleaved)
-    codes = [each.codes if isinstance(each, Packed) else each for each in (gate_up, down)]
-    unpacks = [each.unpack if isinstance(each, Packed) else None for each in (gate_up, down)]
     y: Tensor = _Experts.apply(
         x, index, scale, *codes, *factors, gate_up_bias, scaling, gate, transposed, unpacks
     )
@@ -209,8 +209,10 @@ def moe_mlp(
     return y.to(dtype)
 
 
-def _unpacked(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
-    return weight.unpack(weight.codes, dtype) if isinstance(weight, Packed) else weight
+def _unpacked(
+    stored: Tensor, unpack: Callable[[Tensor, torch.dtype], Tensor] | None, dtype: torch.dtype
+) -> Tensor:
+    return stored if unpack is None else unpack(stored, dtype)
 
 
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
@@ -223,15 +225,6 @@ def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> 
     if a is not None:
         padded[:, : a.shape[1]] = a
     return padded
-
-
-def _read(
-    stored: Sequence[Tensor],
-    unpacks: Sequence[Callable[[Tensor, torch.dtype], Tensor] | None],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    pairs = zip(stored, unpacks, strict=True)
-    return [each if unpack is None else unpack(each, dtype) for each, unpack in pairs]
 
 
 class _Experts(KernelFunction):
@@ -254,7 +247,7 @@ class _Experts(KernelFunction):
         unpacks: Sequence[Callable[[Tensor, torch.dtype], Tensor] | None],
     ) -> Tensor:
         stored, ctx.unpacks = (gate_up, down), unpacks
-        (gate_up,) = _read(stored[:1], unpacks[:1], x.dtype)
+        gate_up = _unpacked(stored[0], unpacks[0], x.dtype)
         num_experts = gate_up.shape[0]
         width = gate_up.shape[2 if transposed else 1] // 2
         x, scale = x.contiguous(), scale.contiguous()
@@ -272,7 +265,7 @@ class _Experts(KernelFunction):
         b1 = factor(b1, 2 * width)
         u = grouped_product(rows, gate_up, way, transposed=not transposed, low_rank=(low, b1))
         del rows, gate_up  # of codes only one stack is there at a time
-        (down,) = _read(stored[1:], unpacks[1:], x.dtype)
+        down = _unpacked(stored[1], unpacks[1], x.dtype)
         a2, b2 = factor(down_a, width), factor(b2, x.shape[1])  # while the device multiplies
         bias = None if gate_up_bias is None else gate_up_bias.contiguous()
         h = kernel.gate_forward(u, way, bias, gate)
@@ -293,7 +286,7 @@ class _Experts(KernelFunction):
         saved = ctx.saved_tensors
         x, scale, *stored, u, low, h_low, a1, b1, a2, b2, bias = saved[:12]
         sorted_slots = saved[12:]
-        (down,) = _read(stored[1:], ctx.unpacks[1:], x.dtype)
+        down = _unpacked(stored[1], ctx.unpacks[1], x.dtype)
         way = Route(*(*sorted_slots, ctx.top_k))
         wants_x, _, wants_scale, wants_gate_up, wants_down, *wants = ctx.needs_input_grad[:10]
         dy = dy.contiguous()
@@ -331,7 +324,7 @@ class _Experts(KernelFunction):
         grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         dx = None
         if wants_x:
-            (gate_up,) = _read(stored[:1], ctx.unpacks[:1], x.dtype)
+            gate_up = _unpacked(stored[0], ctx.unpacks[0], x.dtype)
             rows = grouped_product(
                 du, gate_up, way, transposed=ctx.transposed, low_rank=(du_low, a1)
             )

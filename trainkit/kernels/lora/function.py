@@ -272,7 +272,7 @@ class _SharedInput(torch.autograd.Function):
             terms = [(dy, each) for dy, each in zip(dys, layers, strict=True) if dy is not None]
             if not terms:
                 return tuple(result)
-            p = None if a is None else _through_the_rank(dys, layers, a)
+            p = None if a is None else through_the_rank(dys, layers, a)
             if p is not None:
                 inner = split_by_rank(xa, layers, dim=1)
                 _put_factor_gradients(ctx, result, x, dys, layers, inner, p)
@@ -281,7 +281,7 @@ class _SharedInput(torch.autograd.Function):
         return tuple(result)
 
 
-def _through_the_rank(dys: Sequence[Tensor | None], layers: Sequence[Layer], a: Tensor) -> Tensor:
+def through_the_rank(dys: Sequence[Tensor | None], layers: Sequence[Layer], a: Tensor) -> Tensor:
     """P = [dy s B, ...] (M, sum of R); zeros for an output that nobody used."""
     num_rows = next(dy.shape[0] for dy in dys if dy is not None)
     p = a.new_empty((num_rows, a.shape[0]))

@@ -36,6 +36,7 @@ from trainkit.kernels.lora.function import (
     load_layers,
     saved_layers,
     split_by_rank,
+    through_the_rank,
     to_save,
 )
 from trainkit.kernels.lora.gate import (
@@ -342,13 +343,9 @@ def _through_the_rank(branches: _Branches, first: list[Layer], a: Tensor) -> Ten
     """P (M, sum of R) of the first layers."""
     if branches.p is not None:
         return branches.p
-    douts = branches.douts
-    p = a.new_empty((douts[0].shape[0], a.shape[0]))
     factors = [layer.b for layer in first if layer.b is not None]
     if branches.pair is not None and len(factors) == 2 and same_adapters(*factors):
+        p = a.new_empty((branches.pair.shape[1], a.shape[0]))
         stacked = torch.stack([factor.t() for factor in factors])
         return products.rows_pair(branches.pair, stacked, p)
-    for dout, layer, place in zip(douts, first, split_by_rank(p, first, dim=1), strict=True):
-        if layer.b is not None:
-            products.rows(dout, layer.b.t(), out=place)
-    return p
+    return through_the_rank(branches.douts, first, a)
