@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
-from trainkit.evaluation_mode import changed
 from trainkit.parallel.engine import Engine, Saving, Training, tensors_of
 from trainkit.parallel.launch import free_port
 from trainkit.parallel.part_files import (
@@ -297,11 +296,17 @@ class DeepSpeed(Engine):
         """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
         return None if self.shards_weights else device
 
-    def loading_whole(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading_whole(self) -> Iterator[None]:
         """Under ZeRO-3 transformers shards while it loads, if it knows of the configuration."""
         from transformers.integrations import deepspeed as known
 
-        return changed([(known, "_hf_deepspeed_config_weak_ref", None)])
+        configuration = known._hf_deepspeed_config_weak_ref
+        known.unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            known._hf_deepspeed_config_weak_ref = configuration
 
     @contextmanager
     def gathering(self, model: nn.Module) -> Iterator[None]:
