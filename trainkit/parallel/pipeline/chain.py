@@ -138,8 +138,8 @@ def _recorded(model: Any) -> Chain:
 
     with ExitStack() as hooks:
         for what, module in (*enumerate(layers), *ends.items()):
-            told = module.register_forward_pre_hook(on_call(what), with_kwargs=True)
-            hooks.enter_context(told)
+            handle = module.register_forward_pre_hook(on_call(what), with_kwargs=True)
+            hooks.enter_context(handle)
             hooks.enter_context(module.register_forward_hook(on_result(what)))
         model(**_batch(model))
     _refuse_other_orders(order, given, results, number, ends)
