@@ -141,7 +141,7 @@ def test_a_gpu_without_room_for_the_truth_checks_fewer_words(room, known, monkey
 
     measure = self_check_module.errors_of
     monkeypatch.setattr(self_check_module, "errors_of", measured)
-    monkeypatch.setattr(self_check_module, "FEWER_WORDS", (64, 16))
+    monkeypatch.setattr(self_check_module, "WORDS", (64, 16))
     rows = {row["op"]: row for row in check("llama")}
     assert rows["model"]["status"] == "ok"
     if known is None:

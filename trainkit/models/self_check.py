@@ -32,7 +32,13 @@ from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.linear_cross_entropy.function import CountedLoss
 from trainkit.models.attention.proof import has_experts
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
-from trainkit.models.proof.replica import CPU_VOCABULARY, cast, known, make_replica
+from trainkit.models.proof.replica import (
+    CPU_VOCABULARY,
+    VOCABULARY,
+    cast,
+    known,
+    make_replica,
+)
 from trainkit.options.model import OPS
 from trainkit.parallel.parameters import is_whole, where_it_computes
 
@@ -42,10 +48,9 @@ MAX_TOKENS = 512
 CPU_TOKENS = 64
 """On a CPU the ops run their references, whatever the size: there the check reads so many."""
 
-FEWER_WORDS = (32_768, CPU_VOCABULARY)
-"""What the replica's vocabulary is cut to, in turn, where the GPU has no room for more next to the
-model: the truth holds an output layer of 150,000 tokens in fp64, 4 GiB, and its gradient as well.
-The model's own pass reads all of the vocabulary in any case."""
+WORDS = (VOCABULARY, CPU_VOCABULARY)
+"""How many tokens the replica knows, and how many where the GPU has no room for that next to the
+model. The model's own pass reads all of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def _check_on_replica(
 
     A model that trains within the GPU's memory must not be stopped by the check's own needs.
     """
-    for vocabulary in (None, *FEWER_WORDS):
+    for vocabulary in WORDS:
         replica = None
         try:
             replica = make_replica(model, vocabulary)

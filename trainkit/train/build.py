@@ -7,6 +7,7 @@ data), then the model, its kernels and adapters, then training, then what is lef
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shlex
@@ -182,8 +183,10 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
 
         for note in go_on_with(run.directory, run.args, goes_on=point is not None):
             run.console.note(note)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # loading and checking the model is another matter
+    if torch.cuda.is_available():  # loading and checking the model is another matter
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     decided_by_main(run.process, lambda: refuse_small_disk(loop, run.root))
     run.checkpoints.needed = lambda: checkpoint_bytes(loop)
     run.watch = _watch(run)
