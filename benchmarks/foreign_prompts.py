@@ -135,9 +135,12 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
 class Placeholders(MetaPathFinder, Loader):
     """Of packages that are not installed, with all that is in them."""
 
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         del path, target
-        is_away = name.split(".")[0] in ("modelscope", "addict", "json_repair")
+        is_away = name.split(".")[0] in self.names
         return ModuleSpec(name, self, is_package=True) if is_away else None
 
     def create_module(self, spec: ModuleSpec) -> Any:
@@ -245,7 +248,7 @@ def main() -> None:
     os.environ["DISABLE_VERSION_CHECK"] = "1"
     places = ("axolotl/src", "LLaMA-Factory/src", "ms-swift")
     sys.path[:0] = [str(clones / each) for each in places]
-    sys.meta_path.append(Placeholders())
+    sys.meta_path.append(Placeholders("modelscope", "addict", "json_repair"))
     for name in ("omegaconf", "torchaudio", "av"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
     for name, theirs, mine in itertools.chain(swifts(), cases(clones)):

@@ -38,7 +38,7 @@ BUDGET = {
     "trainkit": {"files": 375, "code": 60_450, "words": 10_850},
     "tests": {"code": 41_450},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_550},
+    "benchmarks": {"code": 2_670},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 
