@@ -7,11 +7,13 @@ measurements with the same names. A cell that one of them confirms stays.
 import json
 from pathlib import Path
 
-PAGES = sorted(Path(__file__).parent.glob("[0-9]-*.md"))
+PAGES = sorted(Path(__file__).parent.glob("[0-9]*-*.md"))
 METRICS = {
     "us": "microseconds",
     "of copy": "share_of_copy",
     "ms": "ms",
+    "forward ms": "forward",
+    "backward ms": "backward",
     "extra GiB": "extra_memory_gib",
     "TFLOP/s": "tflops",
     "registers": "registers",

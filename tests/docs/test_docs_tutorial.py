@@ -13,7 +13,14 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial"
-PAGES = sorted(TUTORIAL.glob("[0-9]-*.md"))
+
+
+def number(page):
+    """10 of 10-scan.md."""
+    return int(page.name.partition("-")[0])
+
+
+PAGES = sorted(TUTORIAL.glob("[0-9]*-*.md"), key=number)
 
 
 def run_pages(numbers, **variables):
@@ -38,7 +45,7 @@ def test_the_index_lists_the_pages_in_order():
 @pytest.fixture(scope="module")
 def outputs():
     """What each page prints under the interpreter; one process, which loads torch once."""
-    ran = run_pages([page.name[0] for page in PAGES], TRITON_INTERPRET="1")
+    ran = run_pages([number(page) for page in PAGES], TRITON_INTERPRET="1")
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     parts = re.split(r"^== (\S+)\n", ran.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -46,7 +53,7 @@ def outputs():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_under_the_interpreter_with_the_command_it_states(page, outputs):
-    command = f"`TRITON_INTERPRET=1 python docs/tutorial/run.py {page.name[0]}`"
+    command = f"`TRITON_INTERPRET=1 python docs/tutorial/run.py {number(page)}`"
     assert command in page.read_text(encoding="utf-8")
     assert "error" in outputs[page.name], "a page checks its results"
 
@@ -64,7 +71,7 @@ def test_without_a_gpu_a_page_asks_for_the_interpreter(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_on_a_gpu_and_prints_times(page):
-    ran = run_pages([page.name[0]])
+    ran = run_pages([number(page)])
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert "| provider |" in ran.stdout
 
