@@ -274,6 +274,9 @@ def built(source, dtype="bfloat16", **given):
     from trainkit.train.model import build_model
 
     source = source if isinstance(source, ModelOptions) else ModelOptions(str(source), dtype=dtype)
-    plain = {"attention": "auto", "packing": False, "lora": None, "quantize": None}
-    plain |= {"kernels": False, "reentrant": False, "device": torch.device("cpu")}
+    if (attention := given.pop("attention", None)) is not None:
+        source = source.replace(attn_implementation=attention)
+    if (quantize := given.pop("quantize", None)) is not None:
+        given["lora"] = given["lora"].replace(quantize=quantize)
+    plain = {"packing": False, "lora": None, "kernels": False, "device": torch.device("cpu")}
     return build_model(source, **{**plain, **given})

@@ -144,7 +144,7 @@ def a_load_in_parts(model, lora):
             lora=LoraOptions(r=4, target_modules="all-linear") if lora else None,
             kernels=True,
             device=device,
-            reads_parts=engine.reads_parts(device) if how == "parts" else None,
+            engine=engine if how == "parts" else None,
         )
         before = sum(p.numel() for p in made.model.parameters() if not p.is_meta)
         trained = [name for name, p in made.model.named_parameters() if p.requires_grad]

@@ -72,7 +72,6 @@ def refuse_read_weights(model: PreTrainedModel, quantize: str) -> None:
 
 def packed_base(
     source: ModelOptions,
-    quantize: str,
     lora: LoraOptions,
     fp8: Fp8Setup | None,
     device: torch.device,
@@ -80,7 +79,7 @@ def packed_base(
     loading_whole: Callable[[], AbstractContextManager[None]],
 ) -> tuple[PreTrainedModel, Fp8Choice | None]:
     """The base where it will train, its linear layers packed, and which were chosen."""
-    convert: Any = packed_kind(quantize).convert
+    convert: Any = packed_kind(str(lora.quantize)).convert
     # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
     with loading_whole():
         model: Any = load_model(source, attention=attention)

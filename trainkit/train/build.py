@@ -311,9 +311,9 @@ def _built(run: Run) -> BuiltModel:
     """Load the model with its adapters and kernels."""
     recipe, args, engine = run.recipe, run.args, run.layout.engine
     keywords = args.gradient_checkpointing_kwargs or {}
-    quantize, fp8 = recipe.lora.quantize if recipe.lora else None, None
+    fp8, is_fp8_base = None, recipe.lora is not None and recipe.lora.quantize == FP8
     # A base in fp8 without a choice of its own gets the default budget.
-    options = Fp8Options.of(recipe.model.fp8 or quantize == FP8)
+    options = Fp8Options.of(recipe.model.fp8 or is_fp8_base)
     if options is not None:
         from trainkit.models.fp8.decide import Fp8Setup
 
@@ -330,18 +330,13 @@ def _built(run: Run) -> BuiltModel:
         )
     return build_model(
         recipe.model,
-        attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
         lora=recipe.lora,
-        quantize=quantize,
         kernels=recipe.kernels,
+        device=args.device,
+        engine=engine,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
-        device=engine.loading_device(args.device),
         fp8=fp8,
-        loading_whole=engine.loading_whole,
-        load_part=engine.load_part,
-        reads_parts=engine.reads_parts(args.device),
-        keeps_dtypes=not engine.keeps_masters,
         scalar_head=run.data.objective.scalar_head,
         sees_images=run.data.num_images > 0,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.models.fp8.decide import Fp8Setup
+from trainkit.models.proof.compare import tensors_of
 from trainkit.objectives import OBJECTIVES
 from trainkit.objectives.answers import REFERENCE
 from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
@@ -119,8 +120,8 @@ def _one(setup: LossSetup, objective: Objective, batch: MicroBatch) -> Outcome:
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             del module
-            largest = max(map(_largest, _floats((args, kwargs))), default=0.0)
-            for tensor in _floats(output):
+            largest = max(map(_largest, tensors_of((args, kwargs))), default=0.0)
+            for tensor in tensors_of(output):
                 seen.append((name, bool(tensor.isfinite().all()), largest))
 
         return hook
@@ -177,16 +178,6 @@ def _largest(tensor: Tensor) -> float:
     """The largest magnitude of its finite numbers."""
     finite = tensor.detach()[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _floats(value: Any) -> Iterator[Tensor]:
-    """The tensors of numbers in what a module takes or returns."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _floats(each)
 
 
 def single_rows(batch: MicroBatch, together: int = 1) -> list[MicroBatch]:
@@ -336,23 +327,20 @@ class Bench:
             source = source.replace(
                 name_or_path=str(weights), revision=None, gguf_file=None, init="pretrained"
             )
-        quantize = recipe.lora.quantize if recipe.lora else None
-        options = Fp8Options.of(recipe.model.fp8 or quantize == "fp8")
-        attention = recipe.model.attn_implementation
-        if attention == "auto":
-            attention = self.record.get("attention", {}).get("name", attention)
+        is_fp8_base = recipe.lora is not None and recipe.lora.quantize == "fp8"
+        options = Fp8Options.of(recipe.model.fp8 or is_fp8_base)
+        if source.attn_implementation == "auto":
+            ran = self.record.get("attention", {}).get("name", "auto")
+            source = source.replace(attn_implementation=ran)
         samples = [
             {key: batch.values[key] for key in ("input_ids", "labels")} for batch in self.batches
         ]
         fp8 = None if options is None else Fp8Setup(options, samples, 1, self.record.get("fp8"))
         return build_model(
             source,
-            attention=attention,
             packing=recipe.data.packing,
             lora=recipe.lora,
-            quantize=quantize,
             kernels=recipe.kernels,
-            reentrant=False,
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             fp8=fp8,
             adapters_from=adapters,

@@ -6,15 +6,14 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
@@ -36,7 +35,6 @@ from trainkit.models.linears import (
 )
 from trainkit.models.loading import (
     TORCH_DTYPES,
-    LoadPart,
     can_set_attention,
     exact_decays,
     load_config,
@@ -47,6 +45,7 @@ from trainkit.models.proof.replica import outermost
 from trainkit.models.vision import Sight, choose_parts
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
+from trainkit.parallel.engine import Engine
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.choice import Fp8Choice
@@ -147,60 +146,51 @@ class BuiltModel:
 def build_model(
     source: ModelOptions,
     *,
-    attention: str,
     packing: bool,
     lora: LoraOptions | None,
-    quantize: str | None,
     kernels: bool | Mapping[str, bool],
-    reentrant: bool,
-    device: torch.device | None,
+    device: torch.device,
+    engine: Engine | None = None,
+    reentrant: bool = False,
     fp8: Fp8Setup | None = None,
-    loading_whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     adapters_from: Path | None = None,
     is_proved: bool = True,
     sees_images: bool = False,
-    load_part: LoadPart | None = None,
-    reads_parts: Callable[[nn.Module], bool] | None = None,
     scalar_head: bool = False,
-    keeps_dtypes: bool = True,
 ) -> BuiltModel:
     """Load the model and put adapters and kernels into it.
 
     Args:
         source: where the weights are.
-        attention: ``auto``, or a name that transformers knows.
         packing: several documents share a row.
-        lora: adapters, or None for full fine-tuning.
-        quantize: ``nf4`` keeps the frozen base in 4 bits, ``fp8`` in 8.
+        lora: adapters, and what the frozen base is packed in; None for full fine-tuning.
         kernels: all, none, or per op.
+        device: where this process computes.
+        engine: says where weights go as they are loaded, and which; None loads all of them here.
         reentrant: reentrant gradient checkpointing, which needs gradients at the embeddings.
-        device: where the weights go; None leaves that to DeepSpeed (ZeRO-3 shards while loading).
         fp8: how products in fp8 are chosen; None: none of weights that train, all of an fp8 base.
-        loading_whole: within, no weight is sharded as it is loaded.
         adapters_from: where trained adapters are; None attaches fresh ones.
         is_proved: False does without the proof of attention: a broken model cannot pass it.
         sees_images: rows have images; without them the modules that see are never called.
-        load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
-        reads_parts: whether ranks read their parts of a model on the meta device, once sharded.
         scalar_head: add one, which trains whole.
-        keeps_dtypes: weights are computed with as they are loaded; an engine that shards casts.
 
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
         PatchError: a kernel was asked for by name and cannot be put in.
-        RecipeError: quantised weights without adapters, or where they cannot be.
+        RecipeError: quantised weights where they cannot be.
     """
-    chosen = _attention(source, attention, packing=packing)
+    engine, is_auto = engine or Engine(), source.attn_implementation == "auto"
+    chosen = _attention(source, packing=packing)
     # Every class has eager attention; what was chosen is set to be proved.
-    can_set = attention == "auto" or can_set_attention(load_config(source))
-    loaded_with = "eager" if can_set else chosen.name
+    can_set = is_auto or can_set_attention(load_config(source))
     model: Any
-    parts = (loading_whole, load_part, reads_parts)
-    with exact_decays(load_config(source), keeps_dtypes):
-        model, base = _loaded(source, loaded_with, quantize, lora, fp8, device, *parts)
+    with exact_decays(load_config(source), not engine.keeps_masters):
+        model, base = _loaded(
+            source, "eager" if can_set else chosen.name, lora, fp8, device, engine
+        )
     prepare_for_training(model)  # before the first forward
     proving = {"packed": packing, "is_proved": is_proved, "apart": kernels is not False}
-    chosen = settle(model, chosen, is_auto=attention == "auto", **proving)
+    chosen = settle(model, chosen, is_auto=is_auto, **proving)
     num_towers, num_frozen = _freeze(model, source, reentrant, sees_images)
     lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None
@@ -217,7 +207,7 @@ def build_model(
         from trainkit.models.fp8.decide import train_in_fp8
         from trainkit.models.proof.norms import let_norms_quantize
 
-        training = train_in_fp8(model, fp8, device or device_of_ranks())
+        training = train_in_fp8(model, fp8, device)
         let_norms_quantize(model)
     counts = count_parameters(model)
     return BuiltModel(
@@ -242,29 +232,25 @@ def _patched(model: Any, kernels: bool | Mapping[str, bool], packing: bool) -> P
 def _loaded(
     source: ModelOptions,
     attention: str,
-    quantize: str | None,
     lora: LoraOptions | None,
     fp8: Fp8Setup | None,
-    device: torch.device | None,
-    loading_whole: Callable[[], AbstractContextManager[None]],
-    load_part: LoadPart | None,
-    reads_parts: Callable[[nn.Module], bool] | None,
+    device: torch.device,
+    engine: Engine,
 ) -> tuple[Any, Fp8Choice | None]:
     """The model where it will train, and which linear layers of its base are in fp8."""
     quantization = None
-    if quantize is not None:
-        if lora is None:
-            raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
+    place, reads_parts = engine.loading_device(device), engine.reads_parts(device)
+    if lora is not None and lora.quantize is not None:
         from trainkit.lora import quant
 
-        here = device or device_of_ranks()
-        quant.refuse_unfit_device(quantize, here)
-        with loading_whole():
+        quantize = lora.quantize
+        quant.refuse_unfit_device(quantize, device)
+        with engine.loading_whole():
             empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
             quant.refuse_read_weights(empty, quantize)
             packs = packed_kind(quantize).packs_experts and lora.quantize_experts
             packs_experts = packs and bool(expert_parameters(empty))
-        if packs_experts and (device is None or reads_parts is not None):
+        if packs_experts and (place is None or reads_parts is not None):
             raise RecipeError(
                 f"experts in {quantize} are whole on each GPU: codes of a stack have not been "
                 "proved in parts",
@@ -272,9 +258,9 @@ def _loaded(
                 fix="set parallel.shard: zero2 or none; or remove lora.quantize",
             )
         if packed_kind(quantize).convert is not None:
-            return quant.packed_base(source, quantize, lora, fp8, here, attention, loading_whole)
+            return quant.packed_base(source, lora, fp8, device, attention, engine.loading_whole)
         if packs_experts:
-            return quant.base_with_packed_experts(source, lora, here, attention), None
+            return quant.base_with_packed_experts(source, lora, device, attention), None
         quantization = quantization_config(quantize, dtype_of(source))
     # Adapters may begin from the base's weights, or be around more than its linear maps.
     reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
@@ -282,8 +268,8 @@ def _loaded(
         source,
         attention=attention,
         quantization=quantization,
-        device=device,
-        load_part=load_part,
+        device=place,
+        load_part=engine.load_part,
         reads_parts=None if fp8 is not None or reads_base else reads_parts,
     )
     return plain, None
@@ -317,7 +303,7 @@ def _adapted(
     lora: LoraOptions,
     trained: Path | None,
     reentrant: bool,
-    device: torch.device | None,
+    device: torch.device,
 ) -> tuple[PeftModel, dict[str, Any]]:
     """With fresh adapters, or with trained ones; and what is adapted."""
     from trainkit.lora.adapter import attach, load_adapter, with_vocabulary
@@ -326,19 +312,12 @@ def _adapted(
 
     if source.adds_tokens and new_tokens(source).pieces:
         lora = with_vocabulary(lora, model)
-    with standing_in(model, device) if device and is_skeleton(model) else nullcontext():
+    with standing_in(model, device) if is_skeleton(model) else nullcontext():
         if trained is None:
             adapted = attach(model, lora, require_input_grads=reentrant)
         else:
             adapted = load_adapter(model, trained, trainable=True)
     return adapted, describe_adapters(adapted)
-
-
-def device_of_ranks() -> torch.device:
-    """Where this process computes, where the engine places the weights."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def prepare_to_train(model: Any, tokenizer: Any, args: TrainingArguments) -> None:
@@ -359,9 +338,10 @@ def prepare_to_train(model: Any, tokenizer: Any, args: TrainingArguments) -> Non
         DebugUnderflowOverflow(model)
 
 
-def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention:
+def _attention(source: ModelOptions, *, packing: bool) -> Attention:
     """Turn ``auto`` into a name, by the device and the model's sizes."""
     own_attention.register()
+    wanted = source.attn_implementation
     if wanted not in ("auto", own_attention.NAME):
         return Attention(wanted, "named in the recipe")
     config = load_config(source).get_text_config()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def load_teacher(run: Run) -> Any:
     """The model that ``distill.teacher`` names, frozen, with the run's attention and kernels."""
-    recipe, engine = run.recipe, run.layout.engine
+    recipe = run.recipe
     assert recipe.distill is not None
     source = recipe.model.replace(
         name_or_path=recipe.distill.teacher,
@@ -44,13 +44,10 @@ def load_teacher(run: Run) -> Any:
         )
     built = build_model(
         source,
-        attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
         lora=None,
-        quantize=None,
         kernels=recipe.kernels,
-        reentrant=False,
-        device=engine.loading_device(run.args.device),
+        device=run.args.device,
     )
     built.model.config.use_cache = False
     size = built.num_parameters / 1e6

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from trainkit.auto_class import FAILURES
 from trainkit.models.swap import KernelForward
@@ -221,7 +222,7 @@ def _run(
     function: Callable[..., Any], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[list[Tensor], Sequence[Any]]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = list(tensors_of(function(*leaves)))
+    outputs = tensors_of(function(*leaves))
     wanted = [*leaves, *(each for each in parameters if each.requires_grad)]
     return [each.detach() for each in outputs], gradients_of(outputs, wanted)
 
@@ -238,17 +239,10 @@ def gradients_of(outputs: Iterable[Tensor], wanted: Sequence[Tensor]) -> Sequenc
     return torch.autograd.grad(total, wanted, allow_unused=True) if parts else [None] * len(wanted)
 
 
-def tensors_of(found: Any) -> Iterator[Tensor]:
+def tensors_of(found: Any) -> list[Tensor]:
     """Floating-point tensors in whatever a module returns."""
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield found
-    elif isinstance(found, dict):
-        for each in found.values():
-            yield from tensors_of(each)
-    elif isinstance(found, (tuple, list)):
-        for each in found:
-            yield from tensors_of(each)
+    leaves = tree_leaves(found)
+    return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -291,8 +285,8 @@ def share_of_other_bits(
 ) -> float:
     """The share of outputs whose bits differ; 1 where ours gives something else."""
     with torch.no_grad():
-        found = _attempt(lambda: [*tensors_of(ours(*inputs))])
-        wanted = [*tensors_of(plain(*inputs))]
+        found = _attempt(lambda: tensors_of(ours(*inputs)))
+        wanted = tensors_of(plain(*inputs))
     if isinstance(found, str) or [x.shape for x in found] != [x.shape for x in wanted]:
         return 1.0
     return max(

@@ -251,7 +251,7 @@ def _run(module: nn.Module, call: _Call, weights: Mapping[str, Tensor]) -> dict[
 
     args = tuple(map(leaf, call[0]))
     kwargs = {k: each if "mask" in k else leaf(each) for k, each in call[1].items()}
-    outputs = list(tensors_of(functional_call(module, dict(weights), args, kwargs)))
+    outputs = tensors_of(functional_call(module, dict(weights), args, kwargs))
     wanted = {f"d input {number}": each for number, each in enumerate(inputs)}
     wanted |= {f"d {name}": each for name, each in weights.items() if each.requires_grad}
     gradients = gradients_of(outputs, list(wanted.values()))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainkit.auto_class import FAILURES
 from trainkit.errors import ModelError, TrainkitError
@@ -128,7 +129,8 @@ def _recorded(model: Any) -> Chain:
             if isinstance(what, int):
                 first, *others = [*args, *kwargs.values()]
                 states = first if args else kwargs.get("hidden_states")
-                rest = [each for each in _tensors([first, *others]) if each is not states]
+                leaves = tree_leaves([first, *others])
+                rest = [e for e in leaves if isinstance(e, Tensor) and e is not states]
                 given[what] = states, rest
 
         return run
@@ -215,16 +217,6 @@ def _refuse_other_orders(
             )
         if any(each.requires_grad for each in rest):
             raise _NoChain(f"layer {index} takes another tensor that needs a gradient")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _prove(model: Any, chain: Chain) -> None:
