@@ -8,12 +8,21 @@ directory, variables, standard output and error, exit code and, where asked for,
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import moments
 from ranks import RankFailure, run_ranks
+
+
+def python(*words, **options) -> str:
+    """What Python prints, with these words behind it, in a process of its own."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 class Said(NamedTuple):

@@ -8,12 +8,11 @@ A family and an op: ``tests/families/test_families_add.py``. An objective:
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from torch import nn
 
 from trainkit.data import fields, formats
@@ -98,16 +97,9 @@ class House:
         self.write(name, text.replace(old, new))
 
     def says(self, *command):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        environment = {"PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT / 'tests'}"}
+        said = python(*command, cwd=self.folder, env={**os.environ, **environment})
+        return said.splitlines()
 
 
 @pytest.fixture

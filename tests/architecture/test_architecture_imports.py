@@ -3,11 +3,10 @@
 import ast
 import functools
 import graphlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 HEAVY = ("torch", "triton", "transformers", "datasets", "deepspeed", "peft", "accelerate")
 OF_MODELS = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo")
@@ -16,8 +15,7 @@ OF_MODELS = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._
 def loaded_by(code, heavy=HEAVY):
     """The heavy modules in sys.modules after running ``code`` in a fresh interpreter."""
     probe = f"{code}\nimport sys; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    return done.stdout.strip().splitlines()[-1]
+    return python("-c", probe).strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from trainkit.checkpoint.whole import atomic
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, read_manifest
@@ -233,10 +232,7 @@ def test_newest_valid_of_nothing(tmp_path):
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
     mine = atomic.stage(tmp_path / "a")
-    dead = subprocess.run(
-        [sys.executable, "-c", CHILD_STAGES, str(tmp_path / "b")], check=True, capture_output=True
-    )
-    assert dead.returncode == 0
+    python("-c", CHILD_STAGES, tmp_path / "b")
     assert len([name for name in names(tmp_path) if name.startswith(".b.staging")]) == 2
     atomic.stage(tmp_path / "c")
     assert not any(name.startswith(".b.staging") for name in names(tmp_path))

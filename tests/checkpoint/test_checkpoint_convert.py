@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from commands import python
 from convert_cases import change_config, in_fp64, tensors_of, without_bias, written_twice
 from safetensors.torch import load_file, save_file
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
@@ -211,14 +212,9 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
         "convert_model(Path(sys.argv[1]), Path(sys.argv[2]), 'qwen2', options)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "source"), str(tmp_path / "target")],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    used = python("-c", code, tmp_path / "source", tmp_path / "target")
     assert total > 150e6
-    assert int(run.stdout) < total / 2
+    assert int(used) < total / 2
 
 
 @pytest.mark.parametrize("layout", ["glm", "chatglm"])

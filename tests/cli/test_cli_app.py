@@ -1,11 +1,11 @@
 """The table of commands, exit codes and messages."""
 
 import os
-import subprocess
 import sys
 import types
 
 import pytest
+from commands import python
 
 from trainkit.cli import app as cli
 from trainkit.cli.app import report_failure
@@ -42,10 +42,10 @@ def test_help_names_every_command_and_imports_none():
         "found = {name.removeprefix('trainkit.cli.commands.') for name in sys.modules};"
         f"print(code, sorted((targets | {HEAVY!r}) & found))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "0 []"
+    said = python("-c", code)
+    assert said.splitlines()[-1] == "0 []"
     for name, entry in cli.COMMANDS.items():
-        assert f"  {name} " in done.stdout
+        assert f"  {name} " in said
         assert entry.help.endswith(".")
 
 

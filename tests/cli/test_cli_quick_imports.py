@@ -1,7 +1,6 @@
 """``sft`` starts without torch's compiler; what bitsandbytes compiles still works when called."""
 
-import subprocess
-import sys
+from commands import python
 
 CODE = """
 import sys
@@ -59,24 +58,14 @@ print([each for each in ("sklearn", "scipy", "pandas", "datasets") if each in sy
 
 
 def test_a_run_is_imported_without_what_transformers_takes_along():
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n")[0] == "[]"
+    assert python("-c", LEFT_OUT).split("\n")[0] == "[]"
 
 
 def test_deepspeed_is_imported_by_runs_that_shard_with_it():
-    done = subprocess.run(
-        [sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["False", "True"]
+    assert python("-c", DEEPSPEED).split() == ["False", "True"]
 
 
 def test_the_compiler_waits_until_it_is_called():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    imported, called = done.stdout.splitlines()[-2:]
+    imported, called = python("-c", CODE).splitlines()[-2:]
     assert imported == "False True"
     assert called == "0 7 9 [{'dynamic': True}]"

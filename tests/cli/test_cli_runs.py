@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from commands import python
 
 from trainkit.cli.app import main
 from trainkit.cli.commands import runs
@@ -89,14 +90,9 @@ def test_show_says_where_the_time_to_the_first_step_went(tmp_path, capsys):
 
 
 def test_a_process_knows_when_it_began():
-    told = subprocess.run(
-        [sys.executable, "-c", "from trainkit.run import starts as s; print(s.process_began())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert 0 <= now() - float(told.stdout) < 60
-    assert process_began() < float(told.stdout)
+    told = python("-c", "from trainkit.run import starts as s; print(s.process_began())")
+    assert 0 <= now() - float(told) < 60
+    assert process_began() < float(told)
 
 
 def test_a_damaged_status_is_named(parent, capsys):

@@ -1,12 +1,11 @@
 """The documentation as a site: it builds without a warning, and its reference is the code's."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+from commands import python
 
 from trainkit.cli.app import app
 from trainkit.recipe.keys import key_references
@@ -18,14 +17,7 @@ ROOT = Path(__file__).parents[2]
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs")
     target = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(target)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
+    python("-m", "mkdocs", "build", "--strict", "-q", "-d", target, cwd=ROOT)
     return target
 
 

@@ -1,11 +1,10 @@
 """Every kernel compiles and fits for A100, RTX 4090 and H100, on a machine without a GPU."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from trainkit.kernels import launch
 
@@ -18,16 +17,8 @@ SCRIPT = Path(__file__).with_name("aot_kernels.py")
 def test_kernels_compile_ahead_of_time(arch):
     environment = {**os.environ, "PYTHONPATH": f"{SCRIPT.parents[2]}:{SCRIPT.parents[1]}"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(arch)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = {line.split()[-1] for line in done.stdout.splitlines()}
+    said = python("-W", "ignore", SCRIPT, arch, env=environment, timeout=280)
+    names = {line.split()[-1] for line in said.splitlines()}
     assert {"_rope", "cross_entropy_rows", "_sum_partials", "_packed_backward"} <= names
 
 

@@ -1,12 +1,11 @@
 """The adapters' functions: fp64 truth, gradcheck, and the habits every op must have."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from lora.lora_kernel_cases import PROBLEMS, Problem, compare, too_far
 from ranks import run_ranks
 
@@ -110,12 +109,6 @@ def test_an_unknown_activation_is_refused():
 def test_the_kernels_compile_for_gpus_that_are_not_here():
     script = Path(__file__).with_name("aot_lora_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, script],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    said = python(script, env=environment)
     for name in ("cast_kernel", *KERNELS, *GATES):
-        assert name in done.stdout
+        assert name in said

@@ -2,11 +2,10 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from commands import python
 from families.family_models import DEVICE, make, make_batch
 from lora.lora_models import adapt
 
@@ -97,11 +96,9 @@ def test_a_pickled_model_comes_back_patched_in_another_process(tmp_path):
         "print(type(model).__name__, plain_class(model).__module__,"
         " sum(map(is_swapped, model.modules())))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
-    )
+    said = python("-c", code, path)
     number = sum(map(is_swapped, model.modules()))
-    assert done.stdout.split()[-3:] == [
+    assert said.split()[-3:] == [
         "Qwen2ForCausalLM",
         "transformers.models.qwen2.modeling_qwen2",
         str(number),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 from ranks import run_ranks
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -314,16 +315,9 @@ def test_what_hosts_compare_first_needs_nothing_slow(tmp_path):
     (tmp_path / "r.yaml").write_text(
         "model: {name_or_path: m}\ndata: {train: [rows.jsonl, away.jsonl]}\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "[5e-05, '3 bytes, sha256 ca3d163bab05']"
+    environment = {**os.environ, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    said = python("-c", code, cwd=tmp_path, env=environment)
+    assert said.strip() == "[5e-05, '3 bytes, sha256 ca3d163bab05']"
 
 
 def test_a_restart_meets_at_a_store_of_its_own():

@@ -1,10 +1,8 @@
 """Where values come from, which place wins, and what is written down about it."""
 
-import subprocess
-import sys
-
 import pytest
 import yaml
+from commands import python
 
 from trainkit.errors import RecipeError
 from trainkit.recipe import (
@@ -363,5 +361,4 @@ for attempt in (lambda: load_recipe({str(bad)!r}), lambda: check_files(loaded)):
 slow = {{"torch", "transformers", "accelerate", "deepspeed", "datasets", "numpy", "peft", "typer"}}
 print(sorted(slow & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).strip() == "[]"

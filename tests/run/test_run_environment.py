@@ -2,6 +2,8 @@ import subprocess
 import sys
 from importlib import metadata
 
+from commands import python
+
 from trainkit.processes import STARTER
 from trainkit.run import capture_environment, command_script
 
@@ -83,7 +85,4 @@ def test_the_package_comes_without_torch_and_matplotlib():
         "import sys, trainkit.run, trainkit.run.report;"
         "print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "set()"
+    assert python("-c", program).strip() == "set()"

@@ -1,10 +1,9 @@
 import errno
 import json
 import resource
-import subprocess
-import sys
 
 import pytest
+from commands import python
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run import MetricsWriter, read_metrics
@@ -73,17 +72,15 @@ except DiskFullError as error:
 
 def test_a_full_disk_is_explained_and_leaves_whole_files(tmp_path):
     # In its own process: the limit holds for every file a process writes.
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    first = done.stdout.splitlines()[0]
+    said = python("-c", FULL_DISK, tmp_path)
+    first = said.splitlines()[0]
     steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, int(first.split()[0])))
     assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
     assert (tmp_path / "report.html").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
-    assert done.stdout.count("no space left") == 2
-    assert "free some space" in done.stdout
+    assert said.count("no space left") == 2
+    assert "free some space" in said
 
 
 def test_other_failures_are_named_too(tmp_path, monkeypatch):
