@@ -1,5 +1,6 @@
 """Shared fixtures: everything is made here, nothing is fetched."""
 
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -14,11 +15,22 @@ import ranks
 from tiny import make_qwen2, make_tokenizer
 
 
+@functools.cache
+def has_cuda():
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def pytest_collection_modifyitems(config, items):
     """On several workers files that start processes come first: none is left when the rest ends."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not hasattr(config, "workerinput"):
         return
-    starts = {id(subprocess), id(ranks.run_ranks), id(commands.trainkit)}
+    started = (subprocess, ranks.run_ranks, commands.trainkit, commands.python)
+    starts = set(map(id, started))
     slow = {
         item.module
         for item in items

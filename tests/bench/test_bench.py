@@ -186,7 +186,6 @@ def test_only_a_peer_may_fail(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_clock_of_an_op(monkeypatch):
     monkeypatch.setattr(ops, "HIDDEN", (256,))
     rows = list(ops.run(["rms_norm"], ["trainkit", "eager"], 4000.0))

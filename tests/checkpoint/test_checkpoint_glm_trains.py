@@ -68,7 +68,6 @@ def test_same_losses_and_same_weights_afterwards(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels themselves need a GPU")
 def test_losses_in_bf16_on_a_gpu(tmp_path):
     sizes = {
         "vocab_size": 1024,

@@ -68,7 +68,6 @@ def test_without_a_gpu_a_page_asks_for_the_interpreter(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_on_a_gpu_and_prints_times(page):
     ran = run_pages([number(page)])

@@ -69,7 +69,6 @@ def test_outside_nothing_is_noted_and_what_fails_is_left_to_the_launch(gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_noted_of_fake_tensors_is_what_real_ones_launch(monkeypatch, tmp_path):
     import triton
 

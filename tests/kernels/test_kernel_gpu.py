@@ -5,10 +5,7 @@ import torch
 
 from trainkit import kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 

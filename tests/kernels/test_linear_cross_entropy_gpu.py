@@ -8,10 +8,7 @@ from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy_reference,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def make_case(rows, hidden, vocab, dtype, *, trained=0.7, seed=0):

@@ -58,7 +58,6 @@ def test_edges_under_the_interpreter():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 @every_problem
 def test_the_kernels_on_a_gpu(name, dtype):

@@ -6,13 +6,7 @@ from torch import nn
 
 from trainkit.models import loading
 
-gpu = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
+gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

@@ -155,7 +155,6 @@ def test_every_copy_waits_for_what_it_reads(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_on_a_gpu_nothing_changes(monkeypatch, reentrant):
     model = make("qwen2", num_hidden_layers=6).cuda()

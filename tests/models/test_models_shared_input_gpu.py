@@ -6,10 +6,7 @@ from torch import nn
 
 from trainkit.models.shared_input import apply_linears
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gradients(call, layers, x, incoming):

@@ -11,10 +11,7 @@ from trainkit.models.attention import choice
 from trainkit.models.leak_test import leak_test
 from trainkit.patching import patch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(batch):

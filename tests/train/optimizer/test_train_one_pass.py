@@ -131,7 +131,6 @@ def test_pages_stay_pages_when_a_run_is_resumed(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_does_not_wait(tmp_path):
     run = Run("adamw_8bit", tmp_path, ROUNDED, device="cuda")  # states are made where weights are
     ids = torch.randint(80, (4, 9), device="cuda")
