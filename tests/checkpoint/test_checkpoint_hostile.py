@@ -95,51 +95,43 @@ def test_file_cut_after_it_was_opened(tmp_path):
             reader.load("w")
 
 
+NO_PATHS = [
+    "../outside.safetensors",
+    "/etc/passwd",
+    "sub/model.safetensors",
+    "..",
+    ".hidden.safetensors",
+    "a\x00.safetensors",
+    "model.bin",
+    7,
+    None,
+]
+
+
 @pytest.mark.parametrize(
-    "file",
+    ("index", "said"),
     [
-        "../outside.safetensors",
-        "/etc/passwd",
-        "sub/model.safetensors",
-        "..",
-        ".hidden.safetensors",
-        "a\x00.safetensors",
-        "model.bin",
-        7,
-        None,
+        *((json.dumps({"weight_map": {"w": file}}), "which is not a") for file in NO_PATHS),
+        *((text, "no weight_map") for text in ("{}", '{"weight_map": {}}', '{"weight_map": []}')),
+        ("[]", "no weight_map"),
+        ("{,}", "not valid JSON"),
+        (
+            '{"weight_map": {"w": "s.safetensors", "v": "s.safetensors"}}',
+            r"missing \['v'\], not listed \['extra'\]",
+        ),
+        ('{"weight_map": {"w": "gone.safetensors"}}', r"gone\.safetensors is missing"),
+        (None, "no weights"),
     ],
 )
-def test_index_that_names_a_path(tmp_path, file):
-    save_file({"w": torch.zeros(2)}, tmp_path / "outside.safetensors")
+def test_an_index_names_files_of_the_directory_and_what_they_hold(tmp_path, index, said):
     inside = tmp_path / "model"
     inside.mkdir()
-    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(CheckpointError, match="which is not a"):
+    if index is not None:
+        save_file({"w": torch.zeros(2)}, tmp_path / "outside.safetensors")
+        save_file({"w": torch.zeros(2), "extra": torch.zeros(1)}, inside / "s.safetensors")
+        (inside / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=said):
         load_all(inside)
-
-
-@pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "[]", "{,}"])
-def test_index_without_a_map(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError):
-        load_all(tmp_path)
-
-
-def test_index_and_shard_disagree(tmp_path):
-    save_file({"w": torch.zeros(2), "extra": torch.zeros(1)}, tmp_path / "s.safetensors")
-    weight_map = {"w": "s.safetensors", "v": "s.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"missing \['v'\], not listed \['extra'\]"):
-        load_all(tmp_path)
-
-
-def test_missing_shard_and_missing_weights(tmp_path):
-    with pytest.raises(CheckpointError, match="no weights"):
-        load_all(tmp_path)
-    weight_map = {"w": "gone.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
-        load_all(tmp_path)
 
 
 def test_link_out_of_the_directory(tmp_path):

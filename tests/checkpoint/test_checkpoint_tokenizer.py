@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -137,13 +138,16 @@ def test_stop_tokens_are_carried(converted):
     assert config["eos_token_id"] == [1, 2, 3]
 
 
-def test_fast_tokenizer_is_not_rebuilt_with_qwen2_rules(glm_directory, tmp_path):
-    """AutoTokenizer picks a class by model type; Qwen2's own splits digits one by one."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in glm_directory.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+@pytest.fixture
+def source(glm_directory, tmp_path):
+    """A GLM whose tokenizer is a vocabulary of tiktoken's."""
+    source = shutil.copytree(glm_directory, tmp_path / "source")
     write_tiktoken(source, vocabulary())
+    return source
+
+
+def test_fast_tokenizer_is_not_rebuilt_with_qwen2_rules(source, tmp_path):
+    """AutoTokenizer picks a class by model type; Qwen2's own splits digits one by one."""
     convert_model(source, tmp_path / "once", "qwen2", ConvertOptions(verify=False))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "once")
     assert tokenizer.encode("123", add_special_tokens=False) == [vocabulary()[b"123"]]
@@ -159,23 +163,13 @@ def test_fast_tokenizer_is_not_rebuilt_with_qwen2_rules(glm_directory, tmp_path)
     ("content", "word"),
     [(b"not a vocabulary", "not a tiktoken"), (b"YQ== 0\nYg== 2\n", "holes"), (b"\x0a\x05", "not")],
 )
-def test_unknown_tokenizer_model(glm_directory, tmp_path, content, word):
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in glm_directory.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    write_tiktoken(source, vocabulary())
+def test_unknown_tokenizer_model(source, tmp_path, content, word):
     (source / "tokenizer.model").write_bytes(content)
     with pytest.raises(CheckpointError, match=word):
         convert_model(source, tmp_path / "target", "qwen2", ConvertOptions(verify=False))
 
 
-def test_special_tokens_that_do_not_follow_the_vocabulary(glm_directory, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in glm_directory.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    write_tiktoken(source, vocabulary())
+def test_special_tokens_that_do_not_follow_the_vocabulary(source, tmp_path):
     settings = json.loads((source / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"] = {"999": {"content": "<|x|>", "special": True}}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
