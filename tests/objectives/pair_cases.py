@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from objectives import preference_cases
 from objectives.preference_cases import make_data
 
 from trainkit.objectives import OBJECTIVES
@@ -19,19 +20,8 @@ LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "init_lora_wei
 
 def pair(number):
     """A prompt of two turns and an answer, so that all three have their own length."""
-    asked = [
-        {"role": "user", "content": f"Count to {number}."},
-        {"role": "assistant", "content": "Now?"},
-        {"role": "user", "content": "Yes."},
-    ]
-    answers = " ".join(map(str, range(number))) or "none", "no" * (1 + number % 3)
-    return {
-        "prompt": asked,
-        **{
-            key: [{"role": "assistant", "content": answer}]
-            for key, answer in zip(("chosen", "rejected"), answers, strict=True)
-        },
-    }
+    whole = preference_cases.pair(number)
+    return {"prompt": whole["chosen"][:-1], **{key: turns[-1:] for key, turns in whole.items()}}
 
 
 def adapters(model):
