@@ -226,6 +226,10 @@ def turns(row):
         alone = split.replace(', eval_dataset=rows["test"]', "")
         assert recipe_of(tmp_path, self.translated(tmp_path, alone).text).data.eval == 9
 
+    def test_adapters_by_a_named_configuration(self, tmp_path):
+        named = SCRIPT.replace("model, r=8,", "model, peft_config=LoraConfig(r=4), ")
+        assert recipe_of(tmp_path, self.translated(tmp_path, named).text).lora.r == 4
+
     def test_a_template_next_to_the_script(self, tmp_path):
         beside = SCRIPT.replace(
             "SFTConfig(",
@@ -268,6 +272,20 @@ def turns(row):
             ('"a.jsonl", split', '"a.jsonl", skiprows=1, split', "in a way of their own"),
             ("rows.map(make, batched=True)", "rows.filter(good)", "chooses or changes rows"),
             ("max_steps=60", "max_steps=steps()", "only running it would tell"),
+            ("length = 4096", "length = 4096\nlength *= 2", "only running it would tell"),
+            (
+                "length = 4096",
+                "length = 4096\nif large():\n    length = 8192",
+                "only running it would tell",
+            ),
+            ("trainer.train()", "trainer.args.max_steps = 9\ntrainer.train()", "max_steps = "),
+            ("trainer.train()", "trainer.add_callback(Mine())\ntrainer.train()", "add_callback"),
+            ("prompt = ", "tokenizer.add_tokens(['<a>'])\nprompt = ", "add_tokens"),
+            (
+                "trainer = SFTTrainer",
+                "for _ in (1, 2):\n    rows = rows.filter(good)\ntrainer = SFTTrainer",
+                "again and again",
+            ),
             ("packing=False,", "packing=False, callbacks=[Mine()],", "callbacks"),
             (
                 "trainer.train()",

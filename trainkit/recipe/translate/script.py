@@ -76,12 +76,20 @@ _PASSING = {
     "from_pandas",
     "concat",
     "concatenate_datasets",
+    "prepare_model_for_kbit_training",
     "int",
     "dict_",
 }
 """Calls that give back what they are given, as far as rows go."""
 
 
+_SETS_UP = {"get_peft_model", "load_dataset", "SFTTrainer", "SFTConfig", "LoraConfig", "map"}
+_SETS_UP |= {"filter", "select", "shard", "sort", "add_column", "concatenate_datasets"}
+_CHANGES = {"add_tokens", "add_special_tokens", "resize_token_embeddings", "requires_grad_"}
+_CHANGES |= {"add_adapter", "load_adapter", "merge_and_unload", "add_callback", "register_buffer"}
+"""Methods of models, tokenizers and trainers after which another training runs."""
+_HARMLESS = {"pad_token", "padding_side", "pad_token_id", "use_cache", "pretraining_tp"}
+_HARMLESS |= {"generation_config"}
 _LOADS = {"path", "name", "split", "data_files", "streaming", "num_proc", "token", "cache_dir"}
 """Arguments of `load_dataset` that are taken, or change no row."""
 
@@ -174,18 +182,28 @@ class Script:
                 elif any(self._touches(each) for each in node.body + node.orelse):
                     self.lost.append((f"if {ast.unparse(node.test)}", "only running it would tell"))
                     self.run(node.body)
+                else:
+                    self._forget(node)
             elif isinstance(node, ast.Try | ast.With):
                 self.run(node.body)
-            elif isinstance(node, ast.For) and self._touches(node):
-                self.lost.append((ast.unparse(node).split("\n")[0], "a loop over what is trained"))
+            elif isinstance(node, ast.For | ast.While | ast.AugAssign):
+                if self._touches(node):
+                    line = ast.unparse(node).split("\n")[0]
+                    self.lost.append((line, "what is trained is changed again and again"))
+                self._forget(node)
+
+    def _forget(self, node: ast.stmt) -> None:
+        """Only running a statement would tell what the names in it stand for behind it."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
+                self._assign(each, Unknown(ast.unparse(each)))
 
     def _touches(self, node: ast.stmt) -> bool:
         """Whether a statement sets up what is trained."""
         names = {
             _name(n.func).rpartition(".")[2] for n in ast.walk(node) if isinstance(n, ast.Call)
         }
-        own = {"get_peft_model", "load_dataset", "SFTTrainer", "SFTConfig", "LoraConfig", "map"}
-        return bool(names & own)
+        return bool(names & _SETS_UP)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -195,15 +213,16 @@ class Script:
             for place, each in enumerate(target.elts):
                 self._assign(each, value[place] if many else Unknown(ast.unparse(each)))
         elif isinstance(target, ast.Attribute):
-            owner = self.value(target.value)
-            if isinstance(owner, Thing):
-                if owner.kind == "config":
-                    owner.values[target.attr] = value
-                elif owner.kind in ("model", "tokenizer", "trainer"):
-                    if target.attr in ("pad_token", "padding_side", "pad_token_id", "use_cache"):
-                        return
-                    why = "here the model and its tokenizer are as their files say"
-                    self.lost.append((f"{ast.unparse(target)} = ...", why))
+            owner, root = self.value(target.value), self.names.get(_name(target).split(".")[0])
+            if isinstance(owner, Thing) and owner.kind == "config":
+                owner.values[target.attr] = value
+            elif (
+                isinstance(root, Thing)
+                and root.kind != "rows"
+                and not (_HARMLESS & {*_name(target).split(".")})
+            ):
+                why = "here the model and its tokenizer are as their files say"
+                self.lost.append((f"{ast.unparse(target)} = ...", why))
 
     def value(self, node: ast.expr) -> Any:
         """What an expression is, as far as it can be answer."""
@@ -288,14 +307,15 @@ class Script:
             found = Thing("model", {**words, "model_name": first})
             return [found, Thing("tokenizer", {"name": first})] if "Fast" in full else found
         if name == "get_peft_model":
-            inner = args[1].values if len(args) > 1 and isinstance(args[1], Thing) else {}
+            config = args[1] if len(args) > 1 else words.get("peft_config")
+            inner = config.values if isinstance(config, Thing) else {}
             base = args[0] if args else words.get("model")
             kept = {k: v for k, v in words.items() if k not in ("model", "peft_config")}
             known = base.values if isinstance(base, Thing) else {}
             return Thing("model", {**known, **inner, **kept, "adapters": True})
         if name == "dict":
             return dict(words)
-        if name == "str" and isinstance(args[0], str):
+        if name == "str" and args and isinstance(args[0], str):
             return args[0]
         if name.endswith(("Config", "TrainingArguments")):
             plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
@@ -352,6 +372,8 @@ class Script:
         if owner.kind == "tokenizer" and name == "apply_chat_template":
             return _chat(args, words, node)
         if owner.kind != "rows":
+            if name in _CHANGES:
+                self.lost.append((f"{ast.unparse(node.func)}(...)", "it may change what is trained"))
             return None
         held = owner.values
         if name == "map":
