@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+def import_quickly() -> None:
+    """Import what reads models without what this command will not ask for."""
+    import_quantisation()
+    leave_others_out()
+    leave_deepspeed_out()
+
+
 def import_quantisation() -> None:
     """Import bitsandbytes, which peft imports, without torch's compiler.
 

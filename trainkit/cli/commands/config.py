@@ -160,6 +160,9 @@ def estimate(
 
     Needs no GPU and no weights; of a model on the hub only its config.json is fetched.
     """
+    from trainkit.cli.quick_imports import import_quickly
+
+    import_quickly()
     from trainkit.estimate.estimate import estimate as estimate_plan
     from trainkit.estimate.estimate import lines
     from trainkit.estimate.gpus import gpu_of, this_gpu

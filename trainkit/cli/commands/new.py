@@ -148,6 +148,9 @@ def _fill_in(
     output: Path | None,
     as_json: bool,
 ) -> None:
+    from trainkit.cli.quick_imports import import_quickly
+
+    import_quickly()
     from trainkit.estimate.estimate import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu

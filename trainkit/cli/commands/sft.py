@@ -142,11 +142,7 @@ def sft(
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
-    from trainkit.cli.quick_imports import (
-        import_quantisation,
-        leave_deepspeed_out,
-        leave_others_out,
-    )
+    from trainkit.cli.quick_imports import import_quickly
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
     from trainkit.train.resume.given import refuse_unlike_hosts
@@ -165,9 +161,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
-        import_quantisation()
-        leave_others_out()
-        leave_deepspeed_out()
+        import_quickly()
         from trainkit.train.build import run_sft
         from trainkit.train.quiet import trackers_ended
 
