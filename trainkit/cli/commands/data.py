@@ -208,6 +208,9 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
 
     Samples go to the cache, as in training; without a recipe to a directory that is removed.
     """
+    from trainkit.cli.quick_imports import import_quickly
+
+    import_quickly()
     from trainkit.data import DataOptions, Source
     from trainkit.parallel.launch import quieten_imports
 
