@@ -213,13 +213,16 @@ def _merge_summary(row: dict[str, Any]) -> list[str]:
 
 
 def _bytes(shard_size: str) -> int:
-    """Bytes of ``--shard-size``."""
-    from trainkit.checkpoint.weights.writer import parse_size
+    from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
-        return parse_size(shard_size)
-    except ValueError as error:
-        raise RecipeError(str(error), where="--shard-size") from None
+        size = TypeAdapter(ByteSize).validate_python(shard_size)
+    except ValidationError:
+        size = ByteSize(0)
+    if size < 1000:
+        what = f"{shard_size!r} is not a size such as 5GB or 500MB"
+        raise RecipeError(what, where="--shard-size")
+    return size
 
 
 # -- convert: one layout into another, proved to be the same function ---------------------------
