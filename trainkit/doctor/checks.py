@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -43,13 +43,6 @@ class Finding:
     state: State
     found: str
     fix: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.state == "ok") != (self.fix is None):
-            raise ValueError(f"{self.check}: a fault has a fix, and nothing else has")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def judged(check: str, found: str, *, fault: State, fix: str | None) -> Finding:

@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ def doctor(
         failed |= finding.state == "error"
         fix = [f"{'':8}   fix: {finding.fix}"] if finding.fix else []
         said = f"{finding.state:<8} {finding.check}: {finding.found}"
-        tell(finding.to_dict(), as_json, said, *fix)
+        tell(asdict(finding), as_json, said, *fix)
     if failed:
         raise typer.Exit(1)
 
