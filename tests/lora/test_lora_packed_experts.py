@@ -188,6 +188,11 @@ def test_a_run_over_them_goes_on_and_is_merged(quantize, experts, tmp_path, tiny
     stacks = 2 * 8 * 3 * 32 * 16
     assert (record["adapters"]["storage"][quantize]["weights"] >= stacks) == packs
     assert trainkit(project.root, "merge", "whole/final", "--output", "merged").code == 0
+    if quantize == "int8":
+        (project.root / "asked.txt").write_text("why\n")
+        asked = ("--prompts", "asked.txt", "-o", "said.jsonl", "--max-new-tokens", "4")
+        said = trainkit(project.root, "generate", "whole", *asked)
+        assert said.code == 0, said.err
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
     if not packs:
         plain = as_bitsandbytes_loads(tmp_path / "moe", quantize)

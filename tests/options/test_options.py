@@ -117,6 +117,7 @@ IN_FP8 = {  # what follows `model: {name_or_path: m, `: what is said of it
     "fp8: {min_size: 8}}": "must be at least 16",
     "fp8: true, init: random}": "what fp8 costs is measured on trained weights",
     "dtype: auto}\nlora: {quantize: fp8, quantize_experts: false}": "set lora.quantize: nf4",
+    "dtype: auto}\nlora: {quantize: int8, use_dora: true}": "they are int8 codes",
     "fp8: true}\nlora: {}": "set lora.quantize: fp8",
     "fp8: all}\nlora: {quantize: nf4}": "lora.quantize is nf4",
     "fp8: all}\ntraining: {torch_compile: true}": "which torch.compile does not take",

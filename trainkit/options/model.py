@@ -475,11 +475,11 @@ class LoraOptions(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "LoraOptions":
-        for key in ("use_dora", "target_parameters"):
-            if self.quantize == "fp8" and getattr(self, key):
+        for key, kinds in (("use_dora", ("int8", "fp8")), ("target_parameters", ("fp8",))):
+            if self.quantize in kinds and getattr(self, key):
                 raise broken_rule(
                     f"lora.{key}",
-                    f"{key} reads the base's own weights, and they are fp8 codes",
+                    f"{key} reads the base's own weights, and they are {self.quantize} codes",
                     f"remove lora.{key}, or lora.quantize",
                 )
         if self.saved_lr_ratio is not None and self.lora_plus_ratio is not None:
