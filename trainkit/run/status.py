@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import functools
 import os
 import shlex
 import signal
@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
@@ -22,10 +24,6 @@ from trainkit.places import regular
 def utc_now() -> str:
     """The time as ISO 8601 in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-_WHOLE = ("last_step", "total_steps", "pid", "num_ranks", "num_hosts")
-"""The numbers of a status; all else but the resumed steps is text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,27 +105,25 @@ def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
 
 def read_status(path: Path) -> Status:
     try:
-        content = json.loads(regular(path, RunDirectoryError).read_text(encoding="utf-8"))
+        content = regular(path, RunDirectoryError).read_bytes()
     except FileNotFoundError:
         return Status()
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, "it is not an object")
-    names = {field.name for field in dataclasses.fields(Status)}
-    known = {key: value for key, value in content.items() if key in names and value is not None}
-    for key, value in known.items():
-        kind = int if key in _WHOLE else list if key == "resumed_at_steps" else str
-        steps = value if kind is list and isinstance(value, list) else ()
-        if type(value) is not kind or any(type(step) is not int for step in steps):
-            raise _damaged(path, f"{key}: {value!r:.80}")
-    return Status(**known)
+    try:
+        return _shape().validate_json(content, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        why = ".".join(map(str, wrong["loc"])) or "it"
+        # An empty object still says that there is a run; what it was doing is written again.
+        raise RunDirectoryError(
+            f"status.json is damaged ({why}: {wrong['msg']})",
+            where=str(path),
+            fix=f"write it again: echo '{{}}' > {shlex.quote(str(path))}",
+        ) from error
 
 
-def _damaged(path: Path, why: str) -> RunDirectoryError:
-    # An empty object still says that there is a run; what it was doing is written again.
-    fix = f"write it again: echo '{{}}' > {shlex.quote(str(path))}"
-    return RunDirectoryError(f"status.json is damaged ({why})", where=str(path), fix=fix)
+@functools.cache
+def _shape() -> TypeAdapter[Status]:
+    return TypeAdapter(Status)
 
 
 def exit_reason(code: object) -> str:
