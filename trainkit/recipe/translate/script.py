@@ -373,7 +373,8 @@ class Script:
             return _chat(args, words, node)
         if owner.kind != "rows":
             if name in _CHANGES:
-                self.lost.append((f"{ast.unparse(node.func)}(...)", "it may change what is trained"))
+                what = f"{ast.unparse(node.func)}(...)"
+                self.lost.append((what, "it may change what is trained"))
             return None
         held = owner.values
         if name == "map":
