@@ -64,7 +64,6 @@ def test_a_kind_of_linear_layer_is_a_row(monkeypatch):
         "half",
         recognises=lambda module: type(module) is HalfLinear,
         unpacker=lambda linear: lambda storage, dtype: (2 * storage).to(dtype),
-        num_weights=lambda parameter: None,
         loading=lambda dtype: {"half": dtype},
     )
     assert linears.kind_of(HalfLinear(2, 2)) is None

@@ -31,6 +31,7 @@ from transformers import (
 from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.job import Job, LayerKind, Matrices, ModelShape, stored_as
+from trainkit.kernels.autocast import compute_dtype
 from trainkit.kernels.launch import KERNEL_DTYPES, by_reference
 from trainkit.lora.adapter import attach
 from trainkit.models.attention import attention_heads
@@ -594,9 +595,8 @@ attention_notes: list[tuple[float, float]] = []
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    dtype = compute_dtype(query)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     window = more.get("sliding_window") or getattr(module, "sliding_window", None)
     window = window if isinstance(window, int) else None
     result: Tensor = _Attention.apply(query, key, value, window)

@@ -36,7 +36,8 @@ class LinearKind:
         recognises: whether a module is of this kind.
         unpacker: how to read the layer's weight: storage in, (N, K) in the wanted dtype out; None
             where the weight is stored as it is. A kind without one multiplies by itself alone.
-        num_weights: how many weights a parameter of this kind stands for; None for another kind's.
+        num_weights: how many weights a parameter of this kind stands for, where that is not its
+            elements; None for another kind's.
         loading: the ``quantization_config`` for ``from_pretrained`` by compute dtype, or None.
         prepare: makes a loaded layer fit for training, where it is not.
         convert: packs a model that was loaded as it is saved, given the device that the codes go to
@@ -50,7 +51,7 @@ class LinearKind:
     name: str
     recognises: Callable[[nn.Module], bool]
     unpacker: Callable[[Any], Unpack | None] | None
-    num_weights: Callable[[nn.Parameter], int | None]
+    num_weights: Callable[[nn.Parameter], int | None] = lambda parameter: None
     loading: Callable[[torch.dtype], Any] | None = None
     prepare: Callable[[Any], None] | None = None
     convert: Callable[[nn.Module, torch.device, Collection[str]], None] | None = None
@@ -151,9 +152,9 @@ def quantization_config(
     return None if kind.loading is None else kind.loading(compute_dtype)
 
 
-def _is_nf4(module: nn.Module) -> bool:
+def _is_of_bitsandbytes(module: nn.Module, name: str) -> bool:
     kind = type(module)
-    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+    return kind.__name__ == name and kind.__module__.startswith("bitsandbytes")
 
 
 def _nf4_unpacker(linear: Any) -> Unpack:
@@ -213,11 +214,6 @@ def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def _is_int8(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Linear8bitLt" and kind.__module__.startswith("bitsandbytes")
-
-
 def _int8_num_weights(parameter: nn.Parameter) -> int | None:
     return parameter.numel() if type(parameter).__name__ == "Int8Params" else None
 
@@ -254,11 +250,10 @@ LINEARS: Mapping[str, LinearKind] = {
             "plain",
             recognises=lambda module: type(module) is nn.Linear,
             unpacker=lambda linear: None,
-            num_weights=lambda parameter: None,
         ),
         LinearKind(
             "nf4",
-            _is_nf4,
+            lambda module: _is_of_bitsandbytes(module, "Linear4bit"),
             _nf4_unpacker,
             _nf4_num_weights,
             _nf4_loading,
@@ -269,7 +264,7 @@ LINEARS: Mapping[str, LinearKind] = {
         ),
         LinearKind(
             "int8",  # LLM.int8: the rows of the input in int8, too, but for columns of outliers
-            recognises=_is_int8,
+            recognises=lambda module: _is_of_bitsandbytes(module, "Linear8bitLt"),
             unpacker=None,
             num_weights=_int8_num_weights,
             loading=_int8_loading,
@@ -280,7 +275,6 @@ LINEARS: Mapping[str, LinearKind] = {
             "fp8",
             recognises=lambda module: _is_ours(module, "trainkit.models.fp8.base", "Fp8Linear"),
             unpacker=lambda linear: linear.reader(),
-            num_weights=lambda parameter: None,  # a byte each
             convert=_quantize_to_fp8,
             quantizes_rows=True,
             packs_experts=True,
@@ -289,7 +283,6 @@ LINEARS: Mapping[str, LinearKind] = {
             "fp8_trained",  # 16 bits, multiplied in 8; see `models.fp8`
             recognises=lambda module: _is_ours(module, "trainkit.models.fp8.trained", "TrainedFp8"),
             unpacker=_fp8_gradient,  # a frozen one: only its backward pass is
-            num_weights=lambda parameter: None,
             quantizes_rows=True,
         ),
     )

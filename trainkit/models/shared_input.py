@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
+from trainkit.kernels.autocast import compute_dtype
 from trainkit.kernels.launch import is_plain
 from trainkit.kernels.sums import column_sums
 from trainkit.models.fp8.trained import TrainedFp8, feed_forward_in_fp8, together
@@ -79,9 +80,6 @@ def _is_plain(layer: nn.Linear, x: Tensor) -> bool:
         layer._backward_hooks,
         layer._backward_pre_hooks,
     )
-    computes_in = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        computes_in = torch.get_autocast_dtype(x.device.type)
     return (
         (type(layer) is nn.Linear or _trains_in_fp8(layer))
         and "forward" not in layer.__dict__
@@ -89,7 +87,7 @@ def _is_plain(layer: nn.Linear, x: Tensor) -> bool:
         and not module_hooks._has_any_global_hook()
         and is_plain(x)
         and is_plain(layer.weight)
-        and layer.weight.dtype == x.dtype == computes_in
+        and layer.weight.dtype == x.dtype == compute_dtype(x)
     )
 
 

@@ -8,7 +8,7 @@ takes none of its features: the same modules run everywhere, and their gradients
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainkit.errors import ModelError
 from trainkit.models.attention import NAME
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
-from trainkit.options.vision import VISION, VisionFamily, why_unserved
+from trainkit.options.vision import VISION, why_unserved
 
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What says where documents are in a row, and would be taken for where images are in the tower."""
@@ -52,17 +52,13 @@ def _part(model: PreTrainedModel, part: str) -> list[nn.Parameter]:
             where="model.train",
             fix="remove it",
         )
-    projector = list(_projector(model, family))
+    modules = [model.base_model.get_submodule(name) for name in family.projector]
+    projector = [parameter for module in modules for parameter in module.parameters()]
     if part == "projector":
         return projector
     inside = {id(parameter) for parameter in projector}
     tower = model.base_model.get_submodule(family.tower)
     return [each for each in tower.parameters() if id(each) not in inside]
-
-
-def _projector(model: PreTrainedModel, family: VisionFamily) -> Iterable[nn.Parameter]:
-    for name in family.projector:
-        yield from model.base_model.get_submodule(name).parameters()
 
 
 class Sight:

@@ -203,7 +203,7 @@ class Saving(Protocol):
     def copied(self, state: Any) -> Any:
         """A state that training cannot change while it is written."""
 
-    def defer(self, path: Path | None, job: Callable[[], None]) -> None:
+    def defer(self, path: Path | None, job: Callable[[], object]) -> None:
         """Have ``job`` write, perhaps later; ``path`` is its only file, or None."""
 
     def attempt(self, job: Callable[[], object]) -> None:

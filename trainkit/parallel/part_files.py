@@ -335,14 +335,10 @@ def refuse_other(
         for number, (theirs, ours) in enumerate(zip(found, wanted, strict=True)):
             refuse_other(path, theirs, ours, f"{name}.{number}", free)
     elif _is_number(wanted):
-        if not (_is_number(found) and (_is_meta(found) or math.isfinite(found))):
+        if not (_is_number(found) and (getattr(found, "is_meta", False) or math.isfinite(found))):
             raise _other(path, name, _described(found), "a finite number")
     elif isinstance(wanted, bool | str | None) and found != wanted:
         raise _other(path, name, _described(found), _described(wanted))
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _is_number(value: Any) -> bool:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -317,15 +317,12 @@ def _built(run: Run) -> BuiltModel:
     if options is not None:
         from trainkit.models.fp8.decide import Fp8Setup
 
-        def agree(value: Any) -> Any:
-            return broadcast_object_list([value])[0] if run.process.world_size > 1 else value
-
         fp8 = Fp8Setup(
             options,
             run.data.train.first_samples(),
             args.per_device_train_batch_size * recipe.data.max_length,
             None if run.point is None else run.point.fingerprint.get(FP8),
-            agree,
+            lambda value: broadcast_object_list([value])[0],
             engine.gathering,
         )
     return build_model(
@@ -411,8 +408,7 @@ def _watch(run: Run) -> Watch:
     if process.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
         launch[0] = uuid.uuid4().hex
-    if process.world_size > 1:
-        broadcast_object_list(launch)
+    broadcast_object_list(launch)
     return Watch(
         folder,
         dist_rank=process.dist_rank,

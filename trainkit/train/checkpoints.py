@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,13 @@ class Save:
     directory: Path
     at_once: bool = False
     problem: Exception | None = None
-    _jobs: list[tuple[Path | None, Callable[[], None]]] = field(default_factory=list)
+    _jobs: list[tuple[Path | None, Callable[[], object]]] = field(default_factory=list)
 
     def copied(self, state: Any) -> Any:
         """A state that training cannot change while it is written."""
         return state if self.at_once else snapshot(state)
 
-    def defer(self, path: Path | str | None, job: Callable[[], None]) -> None:
+    def defer(self, path: Path | str | None, job: Callable[[], object]) -> None:
         """Write later, in the background: nothing that ``job`` reads may change meanwhile."""
         if self.at_once:
             self.attempt(job)
@@ -169,24 +169,21 @@ def written_together(
         CheckpointError: a rank failed to write, or the disk is full. Nothing is left behind and
             what was there before is as it was.
     """
-    staged: list[str | None] = [None]
-    if ranks.is_main_process:
-        staged[0] = str(stage(target, replace=replace, makes_parent=False))
-    staging = Path(str(broadcast_object_list(staged)[0]))
+    staging = _staged(target, ranks, replace=replace)
     inner = staging / target.name
     failure: Exception | None = None
     try:
         yield inner
     except Exception as error:
         failure = error
-    problems = _gather_problems(failure, ranks)
+    problems = _gather_problems(failure)
     if not problems and ranks.is_main_process:
         try:
             _lift(inner)
             commit(staging, target, metadata=metadata, replace=replace)
         except (OSError, CheckpointError) as error:
             failure = error
-    problems = problems or _gather_problems(failure, ranks)
+    problems = problems or _gather_problems(failure)
     if problems:
         if ranks.is_main_process:
             discard(staging)
@@ -215,13 +212,11 @@ class CheckpointWriter:
     _writing: threading.Thread | None = None
     _error: BaseException | None = None
     _notes: Notes | None = None
-    _num_bytes: int | None = None
 
+    @cached_property
     def _expected(self) -> int:
         """What `needed` said at the first save: it goes through every tensor, and stays so."""
-        if self._num_bytes is None:
-            self._num_bytes = self.needed()
-        return self._num_bytes
+        return self.needed()
 
     def wait(self) -> None:
         """Until the last checkpoint is there.
@@ -254,15 +249,12 @@ class CheckpointWriter:
         """Collect what makes ``checkpoint-N``; it is written when the body has ended."""
         self.wait()
         target = self.root / folder_name(step)
-        staged: list[str | None] = [None]
         if ranks.is_main_process:
             if target.exists():
                 remove_directory(target)  # written by an attempt that is being redone
             sizes = [size_of(path) for path in checkpoints_in(self.root)]
-            shortage = partial(free_space_check, target, max([self._expected(), *sizes]))
-            staged[0] = str(stage(target, makes_parent=False))
-        staging = Path(str(broadcast_object_list(staged)[0]))
-        save = Save(staging / target.name)
+            shortage = partial(free_space_check, target, max([self._expected, *sizes]))
+        save = Save(_staged(target, ranks) / target.name)
         save.attempt(partial(save.directory.mkdir, exist_ok=True))
         if ranks.is_main_process:
             save.attempt(shortage)  # all ranks hear of it before a byte of it is written
@@ -360,6 +352,14 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
+def _staged(target: Path, ranks: Ranks, *, replace: bool = False) -> Path:
+    """Where all ranks write what will be at ``target``."""
+    staging = None
+    if ranks.is_main_process:
+        staging = stage(target, replace=replace, makes_parent=False)
+    return Path(str(broadcast_object_list([staging])[0]))
+
+
 def _said(error: BaseException) -> str:
     """What went wrong, without a place and a way out of its own: those of the checkpoint follow."""
     return error.what if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
@@ -381,11 +381,9 @@ def _lift(inner: Path) -> None:
     inner.rmdir()
 
 
-def _gather_problems(failure: BaseException | None, ranks: Ranks) -> list[str]:
-    mine = [] if failure is None else [_said(failure)]
-    if ranks.num_processes == 1:
-        return mine
-    return [problem for problem in gather_object([mine]) for problem in problem]
+def _gather_problems(failure: BaseException | None) -> list[str]:
+    problems: list[str] = gather_object([] if failure is None else [_said(failure)])
+    return problems
 
 
 @dataclass(frozen=True)

@@ -373,16 +373,8 @@ class StreamLoader(DataLoader[Any]):
         collate: Callable[[Sequence[Any]], dict[str, Any]],
         args: TrainingArguments,
     ) -> None:
-        workers = args.dataloader_num_workers
-        super().__init__(
-            _Batches(state, collate, args.train_batch_size),
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            # Its own generator: iterating must not move the model's random numbers.
-            generator=torch.Generator().manual_seed(args.seed),
-        )
+        batches = _Batches(state, collate, args.train_batch_size)
+        super().__init__(batches, batch_size=None, **_loading(args))
         self._state = state
 
     def epoch(self, epoch: int, skip: int = 0) -> Any:
@@ -427,18 +419,24 @@ def sample_loader(
         drop_last=drop_last,
         group_by_length=group_by_length,
     )
-    workers = args.dataloader_num_workers
     return EpochDataLoader(
         FillingDataset(data.samples, data.without_training),
         batch_sampler=sampler,
         collate_fn=data.collator,
-        # Workers are forked again for each epoch: they must see its order.
-        num_workers=workers,
-        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-        prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
-        # Its own generator: iterating must not move the model's random numbers.
-        generator=torch.Generator().manual_seed(args.seed),
+        **_loading(args),
     )
+
+
+def _loading(args: TrainingArguments) -> dict[str, Any]:
+    """How loaders load. Workers are forked again for each epoch: they must see its order."""
+    workers = args.dataloader_num_workers
+    return {
+        "num_workers": workers,
+        "prefetch_factor": args.dataloader_prefetch_factor if workers > 0 else None,
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
+        # Its own generator: iterating must not move the model's random numbers.
+        "generator": torch.Generator().manual_seed(args.seed),
+    }
 
 
 def stream_state(data: TrainingData, args: TrainingArguments, layout: Layout) -> StreamState | None:

@@ -192,8 +192,6 @@ def answer(loop: LoopState, model: nn.Module) -> GenerationEvalResult:
         options=run.data_options,
         metrics=run.metrics,
     )
-    if ranks.num_processes == 1:
-        return result
     return GenerationEvalResult(tuple(row for one in gather_object([result]) for row in one.rows))
 
 
@@ -211,9 +209,13 @@ def _scores(loop: LoopState) -> Mapping[str, float]:
     run, tasks, loaded = loop.run, loop.run.recipe.eval_tasks, loop.run.tasks
     assert tasks is not None
     assert loaded is not None
-    tokenizer, model, size = run.tokenizer, loop.model, loop.ranks.num_processes
+    tokenizer, model = run.tokenizer, loop.model
+
+    def gather(value: Any) -> list[Any]:
+        everyone: list[Any] = gather_object([value])
+        return everyone
+
     chat = bool(tokenizer.chat_template) if tasks.chat_template is None else tasks.chat_template
-    gather = (lambda value: gather_object([value])) if size > 1 else (lambda value: [value])
     trained = TrainedModel(
         model,
         PromptStyle(tokenizer, run.data_options, chat=chat),
@@ -221,7 +223,7 @@ def _scores(loop: LoopState) -> Mapping[str, float]:
         max_length=context_of(model.config.to_dict()) or DEFAULT_CONTEXT,
         # Attention in training need not know a cache that several rows share.
         shares_beginnings=False,
-        ranks=EvalRanks(loop.ranks.process_index, size, gather),
+        ranks=EvalRanks(loop.ranks.process_index, loop.ranks.num_processes, gather),
     )
     with loop.sharing():
         found = evaluate_model(

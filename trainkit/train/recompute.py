@@ -389,8 +389,7 @@ class KeepToBudget(Hook):
             slim=max(full, default=0),
             largest=max(self._largest_batch / max(self._tokens, 1), 1.0),
         )
-        is_alone = loop.run.process.world_size == 1
-        self._measured.append(mine if is_alone else worst(gather_object([mine])))
+        self._measured.append(worst(gather_object([mine])))
         offload = loop.args.device.type == "cuda" and self._options.offload is not False
         chosen = next_choice(self._budget, self._measured, offload=offload)
         number = len(self._measured)

@@ -86,7 +86,9 @@ def read_known(path: Path) -> Known:
         if type(error).__module__ not in ("zipfile", "zlib"):
             raise
         return {}
-    return dict(zip(_padded(digests), values.tolist(), strict=True)) if is_whole else {}
+    # Zeros at the end, which numpy takes for padding, are put back.
+    keys = (each.ljust(16, b"\0") for each in digests.tolist())
+    return dict(zip(keys, values.tolist(), strict=True)) if is_whole else {}
 
 
 def write_known(path: Path, known: Mapping[bytes, float]) -> None:
@@ -107,11 +109,6 @@ def write_known(path: Path, known: Mapping[bytes, float]) -> None:
 
 def _sum_of(digests: np.ndarray, values: np.ndarray) -> str:
     return hashlib.sha256(digests.tobytes() + values.tobytes()).hexdigest()
-
-
-def _padded(digests: np.ndarray) -> list[bytes]:
-    """Zeros at the end, which numpy takes for padding, put back."""
-    return [each.ljust(16, b"\0") for each in digests.tolist()]
 
 
 def digest_of(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:

@@ -25,6 +25,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from trainkit.errors import ModelError
+from trainkit.kernels.autocast import compute_dtype
 from trainkit.models.attention.pattern import Pattern
 from trainkit.parallel.rows import RowSplit, row_split
 
@@ -231,7 +232,7 @@ def _by_pattern(
                 module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
             )[0]
     if pattern.engine == "varlen" and bare and pattern.is_plain and not dropout:
-        dtype = _compute_dtype(query)
+        dtype = compute_dtype(query)  # rotary embeddings leave float32
         obstacle = flash_obstacle(query.device, dtype, query.shape[-1])
         if obstacle is None and value.shape[-1] == query.shape[-1]:
             return _varlen(query.to(dtype), key.to(dtype), value.to(dtype), pattern, scaling)
@@ -247,13 +248,6 @@ def _by_pattern(
             s_aux=options["sinks"],
         )[0]
     return blockwise_attention(module, query, key, value, pattern, **options)
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast is on (rotary embeddings leave float32), else the query's."""
-    if torch.is_autocast_enabled(query.device.type):
-        return torch.get_autocast_dtype(query.device.type)
-    return query.dtype
 
 
 def _fastest_first(query: Tensor, mask: Tensor | None) -> AbstractContextManager[Any]:

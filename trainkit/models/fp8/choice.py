@@ -345,10 +345,12 @@ def find_candidates(
         else:
             layers[name] = module
     if unused:
+        roles = sorted({name.rpartition(".")[2] for name in names})
         raise ModelError(
             f"no linear layer of the model has {', '.join(unused)} in its name",
             where="model.fp8.skip",
-            fix=_meant(next(iter(unused)), names),
+            fix=ask(nearest(next(iter(unused)), roles))
+            or "give names as in the model's weights, or parts between dots, as layers.0",
         )
     if not layers:
         reasons = "; ".join(f"{number}: {reason}" for reason, number in kept.items())
@@ -367,12 +369,6 @@ def _num_other_matrices(module: nn.Module) -> int:
         return 0
     fewest = 2 if isinstance(module, Conv1D) else 3
     return sum(len(whole_shape(one)) >= fewest for one in module.parameters(recurse=False))
-
-
-def _meant(part: str, names: Iterable[str]) -> str:
-    roles = {name.rpartition(".")[2] for name in names}
-    other = "give names as in the model's weights, or parts between dots, as layers.0"
-    return ask(nearest(part, sorted(roles))) or other
 
 
 def _why_not(
@@ -395,22 +391,18 @@ def _why_not(
 def group_layers(names: Iterable[str]) -> list[Group]:
     """Roles by parts of the depth, in the order of the names."""
     names = list(names)
-    depths = {name: _depth_of(name) for name in names}
-    parts = _parts(sorted({depth for depth in depths.values() if depth is not None}))
+    found_in = {name: _DEPTH.search(f"{name}.") for name in names}
+    depths = {name: int(match[1]) for name, match in found_in.items() if match}
+    parts = _parts(sorted({*depths.values()}))
     found: dict[str, list[str]] = {}
     for name in names:
-        role, depth = name.rpartition(".")[2], depths[name]
         label = name
-        if depth is not None:
-            part = next(part for part in parts if depth in part)
-            label = f"{role} of layer{'' if len(part) == 1 else 's'} {_span(part)}"
+        if name in depths:
+            first, *between = next(part for part in parts if depths[name] in part)
+            span = f"layers {first}-{between[-1]}" if between else f"layer {first}"
+            label = f"{name.rpartition('.')[2]} of {span}"
         found.setdefault(label, []).append(name)
     return [Group(label, tuple(layers)) for label, layers in found.items()]
-
-
-def _depth_of(name: str) -> int | None:
-    match = _DEPTH.search(f"{name}.")
-    return None if match is None else int(match.group(1))
 
 
 def _parts(depths: Sequence[int]) -> list[Sequence[int]]:
@@ -422,10 +414,6 @@ def _parts(depths: Sequence[int]) -> list[Sequence[int]]:
     cuts = [len(between) * i // number for i in range(number + 1)]
     middle = [between[a:b] for a, b in itertools.pairwise(cuts)]
     return [depths[:1], *middle, depths[-1:]]
-
-
-def _span(part: Sequence[int]) -> str:
-    return str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
 
 
 MOST_LOGITS = 2**29
@@ -550,29 +538,28 @@ def probe_batches(
     """
     wanted = 8192 if device.type == "cuda" else 1024
     wanted = max(1, min(wanted, MOST_LOGITS // max(vocab_size, 1)))
-    passes: list[list[tuple[Tensor, Tensor]]] = []
+    passes: list[list[dict[str, Tensor]]] = []
     for sample in samples:
         length = min(_TOKENS_A_PASS, wanted + 1)
-        ids, labels = (sample[name][0, :length] for name in ("input_ids", "labels"))
-        trained = int((labels[1:] >= 0).sum())
+        row = {name: sample[name][0, :length] for name in ("input_ids", "labels")}
+        trained = int((row["labels"][1:] >= 0).sum())
         if not trained:
             continue
-        longest = max([len(ids), *(len(other) for other, _ in passes[-1])] if passes else [0])
+        together = [row, *passes[-1]] if passes else []
+        longest = max((len(each["labels"]) for each in together), default=0)
         if not passes or longest * (len(passes[-1]) + 1) > _TOKENS_A_PASS:
             passes.append([])
-        passes[-1].append((ids, labels))
+        passes[-1].append(row)
         wanted -= trained
         if wanted <= 0:
             break
     return [
         {
-            "input_ids": _padded([ids for ids, _ in rows], 0).to(device),
-            "labels": _padded([labels for _, labels in rows], IGNORE_INDEX).to(device),
+            # What is added behind a row is not trained on, and no earlier token sees it.
+            name: nn.utils.rnn.pad_sequence(
+                [row[name] for row in rows], batch_first=True, padding_value=value
+            ).to(device)
+            for name, value in (("input_ids", 0), ("labels", IGNORE_INDEX))
         }
         for rows in passes
     ]
-
-
-def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
-    """(B, S): what is added behind a row is not trained on, and no earlier token sees it."""
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -6,6 +6,7 @@ replica is compared in fp64, plain and with everything swapped in; what fails it
 """
 
 import hashlib
+import inspect
 import logging
 import time
 from collections import Counter
@@ -386,15 +387,9 @@ def _tapped(kind: type, turned: dict[tuple[type, str], tuple[Any, ...]]) -> type
     new = {
         name: redirected(method, taps)
         for name, method in methods(kind)
-        if taps.keys() & _names_of(method)
+        if taps.keys() & names_in(inspect.unwrap(method).__code__)
     }
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **new})
-
-
-def _names_of(method: Any) -> set[str]:
-    while hasattr(method, "__wrapped__"):
-        method = method.__wrapped__
-    return names_in(method.__code__)
 
 
 def _turning_parts(

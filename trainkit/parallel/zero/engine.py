@@ -208,7 +208,7 @@ class DeepSpeed(Engine):
         with ShardFiles.deferring(save.defer):
             engine.save_checkpoint(str(save.directory), tag=tag, save_latest=False, **options)
         if engine.global_rank == 0:
-            save.defer(latest, partial(_write, latest, tag))
+            save.defer(latest, partial(latest.write_text, tag, encoding="utf-8"))
 
     def copied_by_a_save(self) -> list[torch.Tensor]:
         """Whole weights twice: as they are, and in a file of DeepSpeed's."""
@@ -355,10 +355,6 @@ def _leaving(gathered: Any) -> Callable[..., None]:
         gathered.__exit__(None, None, None)
 
     return hook
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _remove_stale_build_locks() -> None:

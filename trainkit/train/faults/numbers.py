@@ -303,7 +303,7 @@ class NumberGuard:
             (losses[number], [self._sample_name(s) for s in step.samples[number]])
             for number in (bad if kind == "loss" else range(min(len(losses), len(step.samples))))
         ]
-        found = gather_object(mine) if self._ranks.num_processes > 1 else mine
+        found = gather_object(mine)
         names = list(dict.fromkeys(name for _, rows in found for name in rows))
         if kind == "loss":
             what = f"loss is {found[0][0] if found else 'not finite'} at step {step.step}"

@@ -231,9 +231,7 @@ class TryLongestBatch(Hook):
                 mine = smaller(mine)
         finally:
             loop.model.train(was_training)
-        is_alone = loop.run.process.world_size == 1
-        size = mine or 0
-        size = size if is_alone else int(min(gather_object([size])))
+        size = int(min(gather_object([mine or 0])))
         if mine is None:
             raise MemoryShortageError(
                 "not even one row of the longest fits into memory",

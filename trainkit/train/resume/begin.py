@@ -154,7 +154,9 @@ def review_built(run: Run) -> None:
     run.fingerprint = {**run.fingerprint, IN_USE: dict(runs), BASE: files_of_base(run)}
     if run.built.fp8_choice is not None:
         run.fingerprint[FP8] = run.built.fp8_choice.to_dict()
-    if point is not None and not any(_chooses(change.key) for change in run.review.changes):
+    if point is not None and not any(
+        change.key.startswith(_CHOOSING) for change in run.review.changes
+    ):
         allowed, before = run.options.allow_changed, _accepted_before(point)
         accepted = decided_by_each(
             run.process, lambda: review_running(point, runs, allowed, before)
@@ -165,11 +167,6 @@ def review_built(run: Run) -> None:
 
 
 _CHOOSING = ("kernels", "lora", "model.attn_implementation", "model.fp8", "data.packing")
-
-
-def _chooses(key: str) -> bool:
-    """Whether a change of this key asks for other kernels or another attention."""
-    return key.startswith(_CHOOSING)
 
 
 def open_run_directory(run: Run) -> RunDirectory:
