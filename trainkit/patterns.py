@@ -31,6 +31,11 @@ _FEW_PATTERNS, _LONGEST = 512, 200_000
 """Entries that any model may be given, and characters of all of them together."""
 
 
+def ends_in(name: str, ends: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these, or its last parts are."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
 def refuse_endless(
     config: Mapping[str, Any],
     names: Iterable[str],

@@ -33,6 +33,7 @@ def make_trainer(tmp_path, groups=()):
         ranks=Ranks(args),
         rows=Rows(),
         run=SimpleNamespace(
+            recipe=SimpleNamespace(lora=None),
             review=Review(),
             numbers=NumberPolicy(),
             console=SimpleNamespace(),

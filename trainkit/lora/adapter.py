@@ -31,7 +31,7 @@ from trainkit.models.packed_experts import read_where_they_run, with_shapes
 from trainkit.models.scalar_head import has_scalar_head
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
-from trainkit.patterns import refuse_endless
+from trainkit.patterns import ends_in, refuse_endless
 from trainkit.places import regular_files
 
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -125,7 +125,7 @@ def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions
     ends = vocabulary_ends(model)
     _refuse_targets(options, ends, "with model.add_tokens")
     saved = options.modules_to_save
-    missing = [end for end in ends if not _is_named(end, saved)]
+    missing = [end for end in ends if not ends_in(end, saved)]
     return options.replace(modules_to_save=[*saved, *(e.rpartition(".")[2] for e in missing)])
 
 
@@ -212,7 +212,7 @@ def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
     if head is None or head.weight is not embeddings.weight:
         return False
     ends = [name for name, module in model.named_modules() if module in (head, embeddings)]
-    if not any(_is_named(end, options.modules_to_save) for end in ends):
+    if not any(ends_in(end, options.modules_to_save) for end in ends):
         return False
     _refuse_targets(options, ends, "with its other end (lora.modules_to_save)")
     return True
@@ -225,13 +225,9 @@ def _refuse_targets(options: LoraOptions, ends: Iterable[str], why: str) -> None
     refuse_endless({"target_modules": targets}, ends, "lora", RecipeError)
     for end in ends:
         is_wanted = isinstance(targets, str) and re.fullmatch(targets, end)
-        if is_wanted or (not isinstance(targets, str) and _is_named(end, targets)):
+        if is_wanted or (not isinstance(targets, str) and ends_in(end, targets)):
             raise RecipeError(
                 f"lora.target_modules names {end}, which trains whole {why}",
                 where="lora.target_modules",
                 fix=f"take {end} out of it",
             )
-
-
-def _is_named(module: str, names: Sequence[str]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)

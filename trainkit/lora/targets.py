@@ -31,7 +31,7 @@ from trainkit.models.proof.delta import gate_projections
 from trainkit.models.scalar_head import NAME as SCALAR_HEAD
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest
-from trainkit.patterns import refuse_endless
+from trainkit.patterns import ends_in, refuse_endless
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
     prefixes = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     if isinstance(wanted, str):
         return any(re.fullmatch(wanted, prefix) for prefix in prefixes)
-    return any(p == item or p.endswith(f".{item}") for p in prefixes for item in wanted)
+    return any(ends_in(prefix, wanted) for prefix in prefixes)
 
 
 def _text_linears(model: PreTrainedModel) -> Iterator[str]:
@@ -232,7 +232,7 @@ def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
         ModelError: it is none; the message lists what there is.
     """
     for item in wanted:
-        if not any(name == item or name.endswith(f".{item}") for name in names):
+        if not any(ends_in(name, [item]) for name in names):
             lasts = {name.rpartition(".")[2] for name in names if name}
             known = sorted(last for last in lasts if not last.isdigit())
             hint = ask(nearest(item, known))

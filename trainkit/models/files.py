@@ -31,7 +31,7 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
             fix="give its base model, or merge the two: trainkit merge --help",
         )
     if (directory / "config.json").exists():
-        _refuse_counts(_object(directory / "config.json"), directory / "config.json")
+        refuse_counts(_object(directory / "config.json"), str(directory / "config.json"))
     if not with_weights:
         return
     for name in (*WEIGHTS, *PICKLED_WEIGHTS):
@@ -53,16 +53,16 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
         return
 
 
-def _refuse_counts(config: Mapping[str, Any], file: Path) -> None:
+def refuse_counts(config: Mapping[str, Any], where: str) -> None:
     """Of layers, heads, experts: a configuration makes lists as long, before anyone could look."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _refuse_counts(value, file)
+            refuse_counts(value, where)
         elif isinstance(value, int) and value > MOST and re.match(r"num_|n_|depth|.*_layers$", key):
             raise ModelError(
                 f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "
                 "for ever",
-                where=str(file),
+                where=where,
                 fix="put the model's own config.json back",
             )
 

@@ -160,21 +160,21 @@ def _is_of_bitsandbytes(module: nn.Module, name: str) -> bool:
 def _nf4_unpacker(linear: Any) -> Unpack:
     """The quantisation state is taken now, the storage when the weight is used.
 
-    Sharded storage has no state of its own; the layer has. The kernel writes the wanted dtype
-    directly.
+    Sharded storage has no state of its own; the layer has.
     """
+    state = getattr(linear.weight, "quant_state", None) or linear.quant_state
+    return lambda storage, dtype: read_nf4(storage, state, dtype)
+
+
+def read_nf4(codes: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weights that codes of bitsandbytes stand for; the kernel writes the dtype directly."""
     from bitsandbytes.functional import dequantize_4bit
 
-    state = getattr(linear.weight, "quant_state", None) or linear.quant_state
-
-    def unpack(storage: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        wanted = state
-        if state.dtype != dtype:
-            wanted = copy.copy(state)
-            wanted.dtype = dtype
-        return dequantize_4bit(storage, wanted)
-
-    return unpack
+    if state.dtype != dtype:
+        state = copy.copy(state)
+        state.dtype = dtype
+    found: torch.Tensor = dequantize_4bit(codes, state)
+    return found
 
 
 def _nf4_prepare(linear: Any) -> None:

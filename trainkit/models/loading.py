@@ -36,6 +36,7 @@ from trainkit.models.files import (
     MOST,
     check_model_files,
     check_tokenizer_files,
+    refuse_counts,
     with_sound_normalizer,
 )
 from trainkit.models.vocabulary import NewTokens, grow, teach
@@ -176,14 +177,7 @@ def load_config(source: ModelOptions) -> PreTrainedConfig:
     with _explained(source, "configuration"):
         config = AutoConfig.from_pretrained(source_path, **options)
         text = config.get_text_config()  # of several text models it knows none
-    for key, value in vars(text).items():
-        if key.startswith(("num_", "n_")) and isinstance(value, int) and value > MOST:
-            raise ModelError(
-                f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "
-                "for ever",
-                where=source.name_or_path,
-                fix="put the model's own config.json back",
-            )
+    refuse_counts(vars(text), source.name_or_path)
     return config
 
 

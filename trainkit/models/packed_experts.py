@@ -9,7 +9,6 @@ no copy in 16 bits lives between the two.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from trainkit.evaluation_mode import changed
 from trainkit.kernels.experts.function import Packed
 from trainkit.kernels.fp8.function import fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
-from trainkit.models.linears import expert_parameters, prepare_for_training
+from trainkit.models.linears import expert_parameters, prepare_for_training, read_nf4
 from trainkit.models.swap import subclass_of
 
 _STATES = "_packed_stacks"
@@ -133,23 +132,13 @@ def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
     state = states_of(module).get(name)
     if state is None:
         return stack
-
-    def unpack(codes: Tensor, dtype: torch.dtype) -> Tensor:
-        return _read(codes, state, dtype)
-
-    return Packed(stack, tuple(state.shape), unpack)
+    return Packed(stack, tuple(state.shape), lambda codes, dtype: _read(codes, state, dtype))
 
 
 def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(state, Fp8State):
         return Fp8Weight(state.scales)(codes, dtype).view(state.shape)
-    from bitsandbytes.functional import dequantize_4bit
-
-    if state.dtype != dtype:
-        state = copy.copy(state)
-        state.dtype = dtype
-    found: Tensor = dequantize_4bit(codes, state)
-    return found
+    return read_nf4(codes, state, dtype)
 
 
 def with_shapes(model: nn.Module) -> AbstractContextManager[None]:

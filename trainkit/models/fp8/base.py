@@ -24,6 +24,7 @@ from trainkit.kernels.fp8.linear import Fp8Weight, SharedInput, fp8_input_gradie
 from trainkit.kernels.fp8.trained import fp8_weight_gradient
 from trainkit.kernels.lora.function import lora_linear
 from trainkit.kernels.lora.products import Projection
+from trainkit.patterns import ends_in
 
 
 class Fp8Linear(nn.Linear):
@@ -60,7 +61,7 @@ def why_not_fp8(name: str, linear: nn.Linear, head: nn.Module | None, kept: Coll
     """Why a linear layer keeps its 16 bits; empty where it need not."""
     if linear is head:
         return "the output layer"
-    if any(name == each or name.endswith(f".{each}") for each in kept):
+    if ends_in(name, kept):
         return "trained whole (modules_to_save)"
     if not fits_fp8(linear.out_features, linear.in_features):
         return "the tensor cores take multiples of 16 only"

@@ -43,6 +43,7 @@ from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import ALL, Fp8Options
 from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
+from trainkit.patterns import ends_in
 
 BOTH = "fp8"
 BACKWARD = "backward in fp8"
@@ -338,7 +339,7 @@ def find_candidates(
         for part in skipped:
             unused.pop(part, None)
         reason = "named in skip" if skipped else _why_not(name, module, head, options, frozen)
-        if any(name == each or name.endswith(f".{each}") for each in whole):
+        if ends_in(name, whole):
             reason = "trained whole (modules_to_save)"
         if reason:
             kept[reason] = kept.get(reason, 0) + 1

@@ -244,7 +244,6 @@ class Pipeline(InParts):
                 where="parallel.pipeline",
                 fix="train layers of every stage, or set a smaller parallel.pipeline",
             )
-        self.args = args
         super().receive(model, args)
 
     def _share(self, config: Any) -> Share:
