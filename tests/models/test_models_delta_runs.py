@@ -126,6 +126,22 @@ def alone(base, tmp_path_factory):
     return sft(tmp_path_factory.mktemp("alone"), base, "alone")
 
 
+@pytest.fixture(scope="module")
+def adapted_alone(base, tmp_path_factory):
+    return sft(tmp_path_factory.mktemp("adapted"), base, "alone", "lora.r=4")
+
+
+@pytest.mark.parametrize("shard", ["zero3", "fsdp2"])
+def test_adapters_begin_alike_wherever_the_base_is_made(shard, base, tmp_path, adapted_alone):
+    """Its layers draw decays as they are made, before the checkpoint's are read."""
+    run = sft(tmp_path, base, shard, "lora.r=4", f"parallel.shard={shard}", num_ranks=2)
+    found, wanted = (
+        [json.loads(line)["loss"] for line in (each / "metrics.jsonl").open()]
+        for each in (run, adapted_alone)
+    )
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_rows_that_ranks_share_are_refused(base, tmp_path):
     (tmp_path / "r.yaml").write_text(
         json.dumps(

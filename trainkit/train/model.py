@@ -184,7 +184,9 @@ def build_model(
     # Every class has eager attention; what was chosen is set to be proved.
     can_set = is_auto or can_set_attention(load_config(source))
     model: Any
-    with exact_decays(load_config(source), not engine.keeps_masters):
+    # Classes draw as they are made, and how often depends on where: fresh adapters must not.
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with exact_decays(load_config(source), not engine.keeps_masters), drawing:
         model, base = _loaded(
             source, "eager" if can_set else chosen.name, lora, fp8, device, engine
         )
