@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 375, "code": 60_450, "words": 10_850},
-    "tests": {"code": 41_450},
+    "trainkit": {"files": 375, "code": 59_400, "words": 10_800},
+    "tests": {"code": 41_400},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_670},
 }

@@ -50,7 +50,7 @@ def generate_file(
         How many answers were there already.
     """
     content = [(question.id, asdict(question.row), question.fields) for question in questions]
-    how = [dict(settings), sampling.to_dict(), batch_size, too_long]
+    how = [dict(settings), asdict(sampling), batch_size, too_long]
     how += [logprobs] if logprobs else []  # a file of an earlier version goes on
     key = _digest([*how, content])
     partial = target.with_name(f".{target.name}.partial")

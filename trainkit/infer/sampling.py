@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import RecipeError
@@ -61,9 +61,6 @@ class SamplingOptions:
     def is_sampling_asked(self) -> bool:
         """Whether an option makes sense only when sampling."""
         return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def generation_config(self, own: Any, stop_ids: Sequence[int], pad_id: int | None) -> Any:
         """The model's generation settings with these on top."""

@@ -210,7 +210,7 @@ class RunDirectory:
             status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
             changed = status.updated_with(resumed_at_steps=[*resumed, resume_step])
-            write_json_atomic(self.status_file, changed.to_dict())
+            write_json_atomic(self.status_file, asdict(changed))
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class RunDirectory:
             total_steps=before.total_steps if total_steps is None else total_steps,
             **this_process(),
         )
-        write_json_atomic(self.status_file, now.to_dict())
+        write_json_atomic(self.status_file, asdict(now))
 
     def heartbeat(self, step: int) -> None:
         """Record the last finished step, at most every ten seconds: cheap to call each step.
@@ -290,7 +290,7 @@ class RunDirectory:
         try:
             yield
         except ResumeRefusedError:
-            write_json_atomic(self.status_file, before.to_dict())  # the run is what it was
+            write_json_atomic(self.status_file, asdict(before))  # the run is what it was
             raise
         except BaseException as error:
             # A full disk may refuse this write too; the error itself must still come through.

@@ -47,9 +47,6 @@ class RunSummary:
     checkpoints: list[int]
     has_final: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def find_runs(parent: Path) -> Iterator[RunSummary]:
     """The runs in a directory, the latest first; the directory itself where it is a run."""

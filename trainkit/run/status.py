@@ -61,9 +61,6 @@ class Status:
         """A copy with these fields changed and ``updated`` set to now."""
         return dataclasses.replace(self, **{"updated": utc_now(), **changes})
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
     """What tells one torchrun from another and outlives its restarts; None without torchrun."""

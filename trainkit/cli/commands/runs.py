@@ -5,6 +5,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ def runs(
 
     found = list(find_runs(directory))
     for run in found if as_json else ():
-        tell(run.to_dict(), as_json)
+        tell(asdict(run), as_json)
     if not found and not as_json:
         note(f"no runs in {directory}")
     for line in _table(found, shutil.get_terminal_size().columns) if found and not as_json else ():
@@ -42,7 +43,7 @@ def show(run: Run, as_json: JsonLines = False) -> None:
     from trainkit.run.listing import summarize
 
     summary = summarize(run)
-    tell(summary.to_dict(), as_json, *(f"{name:<15}{value}" for name, value in _facts(summary)))
+    tell(asdict(summary), as_json, *(f"{name:<15}{value}" for name, value in _facts(summary)))
 
 
 def watch(
