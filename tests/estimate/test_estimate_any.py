@@ -193,3 +193,21 @@ def test_a_base_whose_files_are_quantised_counts_as_what_it_is(said):
     assert said(model, "lora.r=8")["by_owner"] != ours["by_owner"]
     other = {**MODEL, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert "gptq" in " ".join(said(other, "lora.r=8")["notes"])
+
+
+def test_a_base_in_int8_is_a_byte_a_weight_and_experts_are_as_they_are_kept(said):
+    model = {**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
+    plain, packed = (said(model, "lora.r=8", f"lora.quantize={kind}") for kind in ("null", "int8"))
+    linears = 16 * (3 * 1024 * 4096 + 2 * 1024 * 1024) / 2**30  # and keys and values
+    saved = plain["by_owner"]["weights"] - packed["by_owner"]["weights"]
+    assert linears < saved < 1.2 * linears
+    assert "int8 has not been measured" in " ".join(packed["notes"])
+    moe = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 8192}
+    words = ("lora.r=8", "lora.experts=false", "lora.quantize=nf4")
+    packed, apart = (
+        said({**MODEL, **moe, "num_experts_per_tok": 2}, *words, f"lora.quantize_experts={value}")
+        for value in ("true", "false")
+    )
+    stacks = 2 * 8 * 3 * 64 * 8192 / 2**30
+    more = apart["by_owner"]["weights"] - packed["by_owner"]["weights"]
+    assert 1.3 * stacks < more < 1.6 * stacks  # 2 bytes of each for half of one
