@@ -5,8 +5,8 @@ torch's weights-only unpickler reads them: tensors, plain values, and the four s
 DeepSpeed's own that its shards name.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from trainkit.checkpoint.weights.contents import GETATTR, member
 from trainkit.errors import CheckpointError
+from trainkit.evaluation_mode import changed
 from trainkit.parallel.engine import snapshot
 
 Take = Callable[[Path, Callable[[], None]], None]
@@ -41,32 +42,14 @@ class ShardFiles(TorchCheckpointEngine):
     _refuse: ClassVar[Callable[[Path, Any], None] | None] = None
 
     @classmethod
-    @contextmanager
-    def deferring(cls, take: Take) -> Iterator[None]:
+    def deferring(cls, take: Take) -> AbstractContextManager[None]:
         """Within, give each file to ``take`` with the function that writes it."""
-        cls._take = take
-        try:
-            yield
-        finally:
-            cls._take = None
+        return changed([(cls, "_take", take)])
 
     @classmethod
-    @contextmanager
-    def judging(cls, refuse: Callable[[Path, Any], None]) -> Iterator[None]:
+    def judging(cls, refuse: Callable[[Path, Any], None]) -> AbstractContextManager[None]:
         """Within, give each file that was read to ``refuse``, before anything is made of it."""
-        cls._refuse = refuse
-        try:
-            yield
-        finally:
-            cls._refuse = None
-
-    @classmethod
-    def write(cls, path: Path, job: Callable[[], None]) -> None:
-        """Write a file, or have it written later."""
-        if cls._take is None:
-            job()
-        else:
-            cls._take(path, job)
+        return changed([(cls, "_refuse", refuse)])
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder; where that fails, so does the first file in it."""
@@ -74,9 +57,12 @@ class ShardFiles(TorchCheckpointEngine):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a shard."""
-        state = state_dict if self._take is None else snapshot(state_dict)
-        self.write(Path(path), partial(torch.save, state, path))
+        """Write a shard, or have it written later."""
+        take = type(self)._take
+        if take is None:
+            torch.save(state_dict, path)
+        else:
+            take(Path(path), partial(torch.save, snapshot(state_dict), path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a shard."""

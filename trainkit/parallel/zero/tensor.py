@@ -127,14 +127,6 @@ class TensorParallel(DeepSpeed):
             whole[name] = gathered.to("cpu", copy=True) if keep else gathered.new_empty(0)
         return whole
 
-    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
-        """The saved model, loaded again."""
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        del model
-        unset_hf_deepspeed_config()
-        return reload()
-
 
 Outcome = dict[str, torch.Tensor]
 """``logits``, and the gradients of parameters by name."""
