@@ -244,7 +244,8 @@ def unsloths(file: Path) -> dict[str, str]:
 
 def main() -> None:
     """Print a line for each prompt."""
-    clones = Path(sys.argv[1])
+    clones, here = Path(sys.argv[1]).resolve(), tempfile.TemporaryDirectory()
+    os.chdir(here.name)  # where a placeholder's name is taken for a folder
     os.environ["DISABLE_VERSION_CHECK"] = "1"
     places = ("axolotl/src", "LLaMA-Factory/src", "ms-swift")
     sys.path[:0] = [str(clones / each) for each in places]
