@@ -152,8 +152,9 @@ class Tracker(TorchDispatchMode):
             return False
         size = -(-storage.nbytes() // 512) * 512  # as the allocator rounds
 
-        def gone(_: Any) -> None:
+        def gone(_: Any) -> None:  # another may get its address
             self._storages.pop(key, None)
+            self._all.discard(key)
             self.live -= size
 
         self._storages[key] = weakref.ref(storage, gone)
