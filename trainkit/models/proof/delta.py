@@ -23,6 +23,7 @@ from trainkit.evaluation_mode import changed
 from trainkit.models.proof.compare import BRANCHES, Finding, Truth, draw
 from trainkit.models.proof.source import methods, names_in, redirected
 from trainkit.models.swap import KernelForward, plain_class, subclass_of
+from trainkit.parallel.parameters import whole_shape
 
 _EXACT = 1e-6
 """In fp64: where decays are strong, the plain layer forms their small gradients from sums that are
@@ -205,7 +206,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
     own = {key: value for key, value in vars(module).items() if key not in vars(twin)}
     vars(twin).update(own)
     for name, weight in module._parameters.items():
-        shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))  # ZeRO-3's: whole
+        shape = None if weight is None else whole_shape(weight)
         empty = None if shape is None else nn.Parameter(torch.empty(shape, device="meta"))
         twin.register_parameter(name, empty)
     for name, buffer in module._buffers.items():
