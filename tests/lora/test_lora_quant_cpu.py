@@ -1,12 +1,30 @@
 """A packed base on a CPU: int8 against plain peft, and what must not change what training does."""
 
+import importlib.util
+
 import pytest
 import torch
 from lab import built
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from trainkit.errors import RecipeError
 from trainkit.lora import LoraOptions
+from trainkit.lora.quant import refuse_unfit_device
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_a_package_that_is_missing_is_named_before_data_is_read(quantize, monkeypatch):
+    """The environment was said to be broken, and to be installed again."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *at: None if name == "bitsandbytes" else find(name, *at),
+    )
+    with pytest.raises(RecipeError, match="needs bitsandbytes, which is not installed") as refused:
+        refuse_unfit_device(quantize, torch.device("cpu"))
+    assert "trainkit[qlora]" in refused.value.fix
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["peft", "fused"])

@@ -38,7 +38,7 @@ from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_text
-from trainkit.models.linears import expert_parameters
+from trainkit.models.linears import expert_parameters, packed_kind
 from trainkit.models.loss import LossOptions, configure
 from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
 from trainkit.models.proof.norms import let_norms_quantize
@@ -299,6 +299,8 @@ def built(job: Job, attention: str | None) -> Built:
 
 def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     """On the meta device, with all that a run puts into it."""
+    if job.base in ("nf4", "int8"):
+        packed_kind(job.base)  # refused where its package is missing
     dtype = torch.float32 if job.base == "float32" and job.adapters is None else torch.bfloat16
     attends = {} if attention is None else {"attn_implementation": attention}
     model = empty_model(config, trust_remote_code=False, dtype=dtype, **attends)

@@ -26,8 +26,8 @@ from trainkit.options.model import ALL
 
 
 def refuse_unfit_device(quantize: str, device: torch.device) -> None:
-    """Refuse fp8 where it cannot run, before anything is loaded."""
-    if quantize != "fp8":
+    """Refuse a kind without its package, and fp8 where it cannot run, before anything is loaded."""
+    if packed_kind(quantize).name != "fp8":
         return
     if reason := why_no_fp8(device):
         raise RecipeError(

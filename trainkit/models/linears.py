@@ -132,11 +132,22 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def packed_kind(quantize: str) -> LinearKind:
-    """The row that ``lora.quantize`` names."""
+    """The row that ``lora.quantize`` names.
+
+    Raises:
+        RecipeError: there is none, or its package is not installed.
+    """
     kind = LINEARS.get(quantize)
     if kind is None or not kind.packs:
         known = ", ".join(name for name, kind in LINEARS.items() if kind.packs)
         raise RecipeError(f"quantize {quantize!r} is not one of {known}", where="lora.quantize")
+    missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"a base in {quantize} needs {missing[0]}, which is not installed",
+            where="lora.quantize",
+            fix="pip install 'trainkit[qlora]'",
+        )
     return kind
 
 
@@ -193,19 +204,9 @@ def _nf4_num_weights(parameter: nn.Parameter) -> int | None:
     return None if state is None else int(state.shape.numel())
 
 
-def _bitsandbytes(**settings: Any) -> BitsAndBytesConfig:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise RecipeError(
-            "a quantised base needs bitsandbytes, which is not installed",
-            where="lora.quantize",
-            fix="pip install 'trainkit[qlora]'",
-        )
-    return BitsAndBytesConfig(**settings)
-
-
 def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """The storage has the compute dtype: ZeRO-3 and FSDP shard floating parameters only."""
-    return _bitsandbytes(
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,  # quantises the scales, too: 0.37 bit a weight less
@@ -222,7 +223,7 @@ def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Rounded from fp16, as it multiplies: each call would warn of a cast."""
     del compute_dtype
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return _bitsandbytes(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_8bit=True)
 
 
 def _is_ours(module: nn.Module, place: str, name: str) -> bool:
