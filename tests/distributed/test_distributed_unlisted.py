@@ -56,6 +56,7 @@ def test_two_ranks_on_kernels_are_one_plain_process(shard, one, project):
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (one, two)]
     assert len(losses[0]) == 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)
+    # Sums in another order: about 30 eps of fp32 over these layers, whichever instructions add.
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=4e-6)
     ops = json.loads((project / shard / "kernels.json").read_text())["ops"]
     assert {op["op"] for op in ops if op["status"] == "on"} >= ON
