@@ -57,9 +57,8 @@ def noting(device: int | None) -> Iterator[Noted]:
 
 def note(jitted: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Keep a launch: dtypes stand for pointers, which are taken to be aligned."""
-    if device() is None:
+    if _noted is None or _noted.device is None:
         return
-    assert _noted is not None
     given = tuple(each.dtype if isinstance(each, Tensor) else each for each in arguments)
     code = map(_decides, jitted.params, given)  # what is left over is in the options
     _noted.launches.setdefault((id(jitted), *code, *options.items()), (jitted, given, options))

@@ -342,8 +342,7 @@ def move(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(place)
 
 
-_COPIES = 4
-_STAGE = 2**24
+_STAGE, _COPIES = 2**24, 4
 """Bytes of pinned memory on the way, and threads that fill it. A GPU reads pinned memory ten times
 as fast as one thread reads a mapped file, which is what a plain copy waits for."""
 

@@ -216,7 +216,6 @@ def _trained(loop: Loop) -> NumberError | MemoryShortageError | None:
     """Train; a step that the run goes back behind is returned, and any other error raised."""
     run = loop.run
     leave_memory_alone()
-    ahead.wait_for_all()
     with saving_on_signals(run.stop, run.console.note):
         try:
             loop.train(None if run.point is None else run.point.checkpoint)
@@ -276,6 +275,7 @@ def _build(run: Run) -> None:
     for row in record.get("self_check", ()):
         if row["status"] == "skipped" and row["op"] == "replica":
             console.warn(f"the kernels were not checked op by op: {row['detail']}")
+    ahead.wait_for_all()
     run.stages.end("kernels")
     config, faults = built.model.config, recipe.faults
     run.stop = stop = StopRequest()

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import launches
+from trainkit.kernels.launch import run_jitted
 
 _BLOCK = 4096
 
@@ -31,8 +31,6 @@ def launch(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     out = torch.empty_like(gradient, dtype=dtype)
     if count := gradient.numel():
-        if not launches():
-            return out
-        with torch.cuda.device_of(gradient):
-            scale_and_round[triton.cdiv(count, _BLOCK),](gradient, scale, out, count, BLOCK=_BLOCK)
+        grid = (triton.cdiv(count, _BLOCK),)
+        run_jitted(scale_and_round, grid, gradient, gradient, scale, out, count, BLOCK=_BLOCK)
     return out
