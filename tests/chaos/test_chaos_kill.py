@@ -30,10 +30,10 @@ SPREADS = {"one": (1, ()), "zero2": (2, ("parallel.shard=zero2",))}
 KILLS = [
     Kill("data", 2, 0.0, 0, "rank"),
     Kill("load", 5, 0.05, 0, "group"),
-    Kill("train", 1, 0.3, -1, "rank"),
-    Kill("save", 40, 0.0, 0, "group"),
+    Kill("train", 1, 0.1, -1, "rank"),  # a step takes as long, there are eight
+    Kill("save", 20, 0.0, 0, "group"),
 ]
-"""The last one in a save of rank 0's; the one before on the last rank."""
+"""The last one in a save of rank 0's, of which each has more files; before it on the last rank."""
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from trainkit.estimate.job import Adapters
 from trainkit.estimate.peak import OWNERS, peak
 from trainkit.estimate.plan import MIN_OFFLOAD_WIDTH, Plan
 from trainkit.estimate.recipe import plan_of
+from trainkit.estimate.record import Tracker
 from trainkit.estimate.shape import NAMED, find_shape, from_config, plain_name
 from trainkit.models import recompute
 from trainkit.models.frozen import outside_text
@@ -24,6 +26,17 @@ from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.recipe.write import shipped_recipes
 from trainkit.train import masters as rounding
+
+
+def test_what_was_there_before_a_step_gives_its_address_to_nobody() -> None:
+    """bitsandbytes replaces a bias in the first forward pass; what came there was not counted."""
+    bias = torch.zeros(3)
+    storage = weakref.ref(bias.untyped_storage())
+    tracker = Tracker([bias], [])
+    bias.data = bias.data.bfloat16()
+    assert storage() is not None
+    del tracker
+    assert storage() is None
 
 
 @pytest.mark.parametrize("name", SERVED)

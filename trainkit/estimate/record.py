@@ -66,8 +66,9 @@ class Tracker(TorchDispatchMode):
         self.products: list[float] = []
         self._in_kernels = in_kernels
         self._storages: dict[int, Any] = {}
-        for tensor in known:
-            self._storages[tensor.untyped_storage()._cdata] = None
+        for tensor in known:  # held: a layer may replace its bias, and another get the address
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = storage
         self.begin("forward")
 
     def begin(self, name: str) -> None:
