@@ -189,6 +189,8 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
         found.append("training.torch_compile is not counted: measure with --dry-run")
     if recipe.model.attn_implementation == "eager":
         found.append("model.attn_implementation: eager is not counted: it keeps all scores")
+    if recipe.asks_reference == "second model":
+        found.append("preference.precompute_reference: false has a second model, not counted")
     if recipe.objective != "sft":
         found.append(
             f"objective {recipe.objective} is counted as sft: {_LEFT_OUT[recipe.objective]}"

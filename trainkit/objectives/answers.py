@@ -2,8 +2,8 @@
 
 The mean is over the items of the whole step, a pair or an answer each, so it does not matter how
 these are cut into micro-batches and ranks, packed or padded. A reference model is the same model
-with its adapters switched off, on the same batch; or its numbers were computed before training and
-come with the samples (`trainkit.train.reference`).
+with its adapters switched off, or a second one, on the same batch; or its numbers were computed
+before training and come with the samples (`trainkit.train.reference`).
 
 A answers, B batch, S sequence.
 """
@@ -92,8 +92,9 @@ class AnswerLoss:
         options = setup.preference or PreferenceOptions()
         self.options = options.replace(beta=options.beta or self.default_beta)
         self.beta = float(self.options.beta or self.default_beta)
-        self.model = setup.model
-        configure(setup.model, LossOptions(chunk_tokens=setup.chunk_tokens))
+        self.model, self.second_model = setup.model, setup.teacher
+        for model in filter(None, (self.model, self.second_model)):
+            configure(model, LossOptions(chunk_tokens=setup.chunk_tokens))
         self.train_metrics, self.eval_metrics = (self.ratios(self.figures) for _ in range(2))
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
@@ -129,6 +130,7 @@ class AnswerLoss:
 
     def reference(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """(A, columns) of the same batch without adapters, dropout and gradients."""
+        model = model if self.second_model is None else self.second_model
         with torch.no_grad(), evaluation_mode(model), adapters_off(self.model):
             return self.scores(model, inputs)
 

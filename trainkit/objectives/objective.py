@@ -57,7 +57,7 @@ class LossSetup:
         train_sources, eval_sources: the sources kept apart; empty where they are not.
         preference: how answers are compared; None where the recipe does not say.
         distill: how a teacher is learnt from, likewise.
-        teacher: the model that is learnt from; None where there is none at hand.
+        teacher: the model that is learnt from, or compared with; None where none is at hand.
     """
 
     model: nn.Module

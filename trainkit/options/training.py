@@ -81,7 +81,8 @@ class PreferenceOptions(Section):
         None,
         description="Of dpo and kto: ask the model before training once for all answers, ahead of "
         "the first step, and keep what it says. Null does so where the model trains whole; with "
-        "adapters it is asked at every step, with these switched off.",
+        "adapters it is asked at every step, with these switched off. False of a model that trains "
+        "whole loads it a second time and asks it at every step.",
     )
     desirable_weight: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="Of kto: what good answers weigh."

@@ -1,7 +1,7 @@
 """The recipe: the sections together, and the rules across them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -99,6 +99,16 @@ class Recipe(Section):
         for refusal in refusals(self._combination()):
             raise broken_rule(refusal.key, refusal.why, refusal.fix)
         return self
+
+    @property
+    def asks_reference(self) -> Literal["ahead", "base", "second model"] | None:
+        """How the model before training is asked: once, by its adapters off, or as one more."""
+        if self.objective not in REFERRING:
+            return None
+        ahead = (self.preference or PreferenceOptions()).precompute_reference
+        if ahead or (ahead is None and self.lora is None):
+            return "ahead"
+        return "second model" if self.lora is None else "base"
 
     @property
     def metric(self) -> str:
@@ -295,12 +305,11 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
                 f"it is of {' and '.join(of)}, and the objective is {objective}",
                 "remove it",
             )
-    if objective in REFERRING and lora is None and options.precompute_reference is False:
+    if recipe.asks_reference == "second model" and recipe.model.fp8:
         yield (
             "preference.precompute_reference",
-            f"{objective} compares with the model before training, and of a model that trains "
-            "whole there is none while it trains",
-            "remove it, or add lora: {r: 16}",
+            "the second model would be asked in bf16, and the one that trains answers in fp8",
+            "remove it, or model.fp8",
         )
     if objective in REFERRING and lora is not None and lora.changes_base:
         yield (

@@ -29,7 +29,6 @@ from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.kernels import ahead
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
-from trainkit.options.training import REFERRING
 from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
@@ -255,6 +254,10 @@ def _build(run: Run) -> None:
         from trainkit.train.teacher import load_teacher
 
         run.teacher = run.teacher or load_teacher(run)
+    elif recipe.asks_reference == "second model":
+        from trainkit.train.teacher import load_reference
+
+        run.teacher = run.teacher or load_reference(run)
     run.stages.end("model")
     refuse_disagreement(run.process, {"kernels": built.runs})
     review_built(run)
@@ -343,9 +346,8 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     """All that happens around the steps, in the order in which it is asked."""
     recipe, args, early = run.recipe, run.args, run.recipe.early_stopping
     hooks: list[Hook] = []
-    ahead = None if recipe.preference is None else recipe.preference.precompute_reference
-    ahead = recipe.objective in REFERRING and (recipe.lora is None if ahead is None else ahead)
-    if ahead and dry is None:  # first: proofs and evaluations take losses
+    # First: proofs and evaluations take losses.
+    if recipe.asks_reference == "ahead" and dry is None:
         from trainkit.train.reference import References
 
         hooks.append(References())
@@ -381,7 +383,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
 
             hooks += try_hooks(run)  # after the record of this start
         hooks.append(MarkProgress())
-    hooks += [Displacement()] if recipe.objective in REFERRING and run.process.is_main else []
+    hooks += [Displacement()] if recipe.asks_reference and run.process.is_main else []
     hooks += [LookAhead()]
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []

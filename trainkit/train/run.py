@@ -49,7 +49,7 @@ class Run:
         fingerprint: data, processes and versions, which a continued run must share.
         point: the checkpoint it continues from; None begins at step 0.
         review: what is not as it was there.
-        teacher: the model that is learnt from; None without one.
+        teacher: the model that is learnt from, or compared with; None without one.
         checkpoints: writes them.
         numbers: what to do about steps whose numbers are bad, and the steps so far.
         stop: a wish to end.

@@ -1,4 +1,7 @@
-"""The teacher of a distillation: a second model, or what one has written into the rows."""
+"""A second model: the teacher of a distillation, or the model before training, live.
+
+What a teacher has said may be in the rows instead.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from trainkit.errors import DataError, ModelError
 from trainkit.models.loading import load_tokenizer
 from trainkit.objectives.distill import ToldDataset
 from trainkit.objectives.objective import TrainingData
+from trainkit.options import ModelOptions
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.model import build_model
 
@@ -32,7 +36,6 @@ def load_teacher(run: Run) -> Any:
         dtype=recipe.distill.teacher_dtype or recipe.model.dtype,
         gguf_file=None,
         init="pretrained",
-        frozen=[],
     )
     own, theirs = run.tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
     if own != theirs:
@@ -42,16 +45,27 @@ def load_teacher(run: Run) -> Any:
             where="distill.teacher",
             fix="take a teacher of the same family, or train on its answers: trainkit generate",
         )
-    built = build_model(
-        source,
-        packing=recipe.data.packing,
-        lora=None,
-        kernels=recipe.kernels,
-        device=run.args.device,
-    )
+    return _frozen(run, source, "teacher")
+
+
+def load_reference(run: Run) -> Any:
+    """The model before training, frozen, next to the one that trains whole."""
+    return _frozen(run, run.recipe.model, "reference")
+
+
+def _frozen(run: Run, source: ModelOptions, what: str) -> Any:
+    recipe = run.recipe
+    with run.layout.engine.loading_whole():
+        built = build_model(
+            source.replace(frozen=[]),
+            packing=recipe.data.packing,
+            lora=None,
+            kernels=recipe.kernels,
+            device=run.args.device,
+        )
     built.model.config.use_cache = False
     size = built.num_parameters / 1e6
-    run.console.note(f"teacher: {source.name_or_path}, {size:.1f} M parameters")
+    run.console.note(f"{what}: {source.name_or_path}, {size:.1f} M parameters")
     return built.model.requires_grad_(False).eval()
 
 
