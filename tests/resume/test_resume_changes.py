@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainkit.errors import ResumeRefusedError
+from trainkit.recipe import default_of
 from trainkit.train.checkpoints import ResumePoint
 from trainkit.train.data import fingerprint_of
 from trainkit.train.resume.changes import IN_USE, PARTS, Review, review, review_running
@@ -57,6 +58,17 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(tmp_path
     # A section that was absent is not one with defaults.
     with pytest.raises(ResumeRefusedError, match="lora"):
         review(replace(point, settings={"lora": None}), today, {"data": "same"})
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [("preference.beta", "preference.loss"), ("distill.temperature", "distill.divergence")],
+)
+def test_a_section_of_the_objective_that_was_absent_had_its_defaults(key, other, tmp_path):
+    """Nothing but the key that an override now gives differs."""
+    before, now = {key.partition(".")[0]: None}, {key: 0.5, other: default_of(other)}
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, {}, before)
+    assert [change.key for change in review(point, now, {}, [key]).accepted] == [key]
 
 
 @pytest.mark.parametrize("kind", ["cosine_with_min_lr", "reduce_lr_on_plateau"])

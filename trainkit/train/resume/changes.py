@@ -64,6 +64,10 @@ _AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "d
 """What surrounds a run, whether or not this one's checkpoint has it."""
 
 
+_ABSENT_IS_DEFAULT = ("preference", "distill")
+"""Sections of an objective, which acts as their defaults say where they are not written."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A value that is not what it was."""
@@ -283,16 +287,17 @@ def _differences(
 ) -> Iterable[Change]:
     """Each key that differs.
 
-    A section that is absent counts as null. A key that its section did not have yet, in the
-    version that wrote the checkpoint, counts as today's default: what that version did.
+    A section that is absent counts as null, or as its defaults where it then has these. A key that
+    its section did not have yet, in the version that wrote the checkpoint, counts as today's
+    default: what that version did.
     """
     keys = before if only_known else dict.fromkeys([*before, *now])
     for key in keys:
         if key in now or not only_known:
-            then, today = before.get(key), now.get(key)
-            is_new = key not in before and _was_written(key.rpartition(".")[0], before)
-            if is_new and not only_known:
-                then = default_of(key)
+            then, today = (
+                side.get(key) if only_known or key in side else _unwritten(key, side)
+                for side in (before, now)
+            )
             if isinstance(then, dict) and isinstance(today, dict) and only_known:
                 for inner in _differences(then, today, only_known=True):
                     yield Change(f"{key}.{inner.key}", inner.before, inner.now)
@@ -308,9 +313,11 @@ def _other_files(before: Any, now: Any) -> Iterable[Change]:
                 yield Change(f"{BASE}.{name}", before.get(name), now.get(name))
 
 
-def _was_written(section: str, settings: Mapping[str, Any]) -> bool:
-    """Whether settings hold keys of a section; ``""`` is the recipe itself."""
-    return any(key.startswith(f"{section}." if section else "") for key in settings)
+def _unwritten(key: str, settings: Mapping[str, Any]) -> Any:
+    """What a key that settings do not have stands for: its default, or nothing."""
+    section = key.rpartition(".")[0]
+    was_written = any(each.startswith(f"{section}." if section else "") for each in settings)
+    return default_of(key) if was_written or section in _ABSENT_IS_DEFAULT else None
 
 
 def _reason(change: Change, settings: Mapping[str, Any]) -> str | None:
