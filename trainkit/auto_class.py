@@ -50,7 +50,8 @@ def refuse_scalar_head(architectures: object, where: str) -> None:
         raise ModelError(
             "this is a reward model: it gives a text a number, and no next token",
             where=where,
-            fix="load it with transformers' AutoModelForSequenceClassification",
+            fix="load it with transformers' AutoModelForSequenceClassification, an adapter with "
+            "peft's AutoPeftModelForSequenceClassification",
         )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import trainkit
+from commands import trainkit, trainkit_each
 from objectives.pair_cases import cut_otherwise, pair, resumed_alike
 from objectives.test_objectives_pairs import RECIPE, logged, start
 from safetensors.torch import load_file
@@ -52,9 +52,11 @@ def test_what_a_run_leaves_is_transformers_own_reward_model(lora, tmp_path, tiny
     assert last["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     assert last["eval_rewards/chosen"] == pytest.approx(found[:, 0].mean().item(), rel=1e-3)
     assert last["eval_rewards/margins"] > rows[0].get("rewards/margins", 0)
-    asked = trainkit(tmp_path, "generate", "run", "--prompts", "pairs.jsonl", "-o", "o")
-    assert asked.code != 0
-    assert "reward model" in asked.err
+    commands = [["generate", "run", "--prompts", "pairs.jsonl", "-o", "o"]]
+    commands += [["merge", "run", "merged"], ["export", "vllm", "run", "served"]] if lora else []
+    for asked in trainkit_each(tmp_path, commands):
+        assert asked.code != 0
+        assert "reward model" in asked.err
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
 from trainkit.errors import CheckpointError
@@ -121,6 +122,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
+    refuse_scalar_head([config.get("task_type")], where)
     for key in _UNKNOWN_HERE:
         if config.get(key) and not (with_peft and key in _KNOWN_TO_PEFT):
             raise CheckpointError(
