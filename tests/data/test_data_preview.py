@@ -142,6 +142,13 @@ def test_stats(write, model, capsys, tmp_path):
     assert "packed" in said.out
 
 
+def test_the_suggested_length_takes_99_percent_of_the_samples(ready, write):
+    """A long one of 31 is 3% of them: a length between it and the others leaves it out."""
+    data = ready(write([*ROWS, chat("x" * 2000, "ok")]), max_length=10**9)
+    stats = measure(data)
+    assert (data.lengths <= stats.suggested_max_length).mean() >= 0.99
+
+
 def test_cuts_are_counted(ready, write):
     data = ready(write([chat("q", "a" * n) for n in (10, 100, 700)]), max_length=10**9)
     stats = measure(data, (64, 512))

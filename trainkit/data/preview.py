@@ -423,8 +423,9 @@ class DataStats:
 def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> DataStats:
     """Measure data that was prepared without a limit on its length."""
     lengths = data.lengths
-    shares = zip(("p50", "p95", "p99"), np.percentile(lengths, (50, 95, 99)), strict=True)
-    sizes = {name: float(value) for name, value in shares}
+    # Lengths that samples have: between two of them an interpolated one takes fewer samples whole.
+    shares = np.percentile(lengths, (50, 95, 99), method="inverted_cdf")
+    sizes = dict(zip(("p50", "p95", "p99"), map(float, shares), strict=True))
     sizes |= {"max": float(lengths.max()), "mean": round(float(lengths.mean()), 1)}
     tried = [limit for limit in max_lengths if limit < 2 * sizes["max"]] or [max_lengths[0]]
     tokens, totals = int(lengths.sum()), data.summary["totals"]
