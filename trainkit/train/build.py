@@ -83,6 +83,7 @@ from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
 from trainkit.train.run import Run
 from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
+from trainkit.train.teacher import ToldBefore, second_model
 
 if TYPE_CHECKING:
     from trainkit.train.dry_run import OneStep
@@ -250,14 +251,13 @@ def _build(run: Run) -> None:
     recipe, args, layout, console = run.recipe, run.args, run.layout, run.console
     set_seed(args.seed)
     run.built = built = _built(run)
-    if recipe.distill is not None and recipe.distill.teacher is not None:
-        from trainkit.train.teacher import load_teacher
-
-        run.teacher = run.teacher or load_teacher(run)
-    elif recipe.asks_reference == "second model":
-        from trainkit.train.teacher import load_reference
-
-        run.teacher = run.teacher or load_reference(run)
+    if run.teacher is None:
+        with layout.engine.loading_whole():
+            second = second_model(recipe, args.device, run.tokenizer)
+        if second is not None:
+            run.teacher = second.model
+            name, size = second.model.config.name_or_path, second.num_parameters / 1e6
+            console.note(f"asked at each step: {name}, {size:.1f} M parameters")
     run.stages.end("model")
     refuse_disagreement(run.process, {"kernels": built.runs})
     review_built(run)
@@ -352,8 +352,6 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
 
         hooks.append(References())
     if recipe.objective == "distill" and run.teacher is None:
-        from trainkit.train.teacher import ToldBefore
-
         hooks.append(ToldBefore())
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))

@@ -22,7 +22,8 @@ from trainkit.models.proof.compare import tensors_of
 from trainkit.objectives import OBJECTIVES
 from trainkit.objectives.answers import REFERENCE
 from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
-from trainkit.options import Fp8Options, PreferenceOptions
+from trainkit.objectives.table import objective_of
+from trainkit.options import Fp8Options
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.run import RunDirectory
@@ -38,6 +39,7 @@ from trainkit.train.faults.numbers import (
 )
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.saves import numbers_of
+from trainkit.train.teacher import second_model
 
 # A kept batch once more through a model, forth and back, watching where numbers stop being any.
 #
@@ -95,14 +97,8 @@ def micro_batches(kept: Sequence[BadBatch]) -> list[MicroBatch]:
     return bad or [batch for _, batch in found]
 
 
-def replay(
-    model: nn.Module,
-    objective: Objective,
-    batches: Sequence[MicroBatch],
-    preference: PreferenceOptions | None = None,
-) -> Outcome:
+def replay(setup: LossSetup, objective: Objective, batches: Sequence[MicroBatch]) -> Outcome:
     """The worst of some micro-batches: the first that is not finite, or of the largest loss."""
-    setup = LossSetup(model, accepts_num_items(model), preference=preference)
     worst: Outcome | None = None
     for batch in batches:
         found = _one(setup, objective, batch)
@@ -368,14 +364,21 @@ class Bench:
             recipe = self.recipe(overrides)
             built = self.build(recipe, *(weights or (self.weights,)))
             look(built)
+            second = second_model(recipe, next(built.model.parameters()).device)
+            setup = LossSetup(
+                built.model,
+                accepts_num_items(built.model),
+                label_smoothing=float(recipe.training.get("label_smoothing_factor") or 0),
+                preference=recipe.preference,
+                distill=recipe.distill,
+                teacher=None if second is None else second.model,
+                router_aux_loss=recipe.model.router_aux_loss,
+                router_z_loss=recipe.model.router_z_loss,
+            )
+            objective = objective_of(recipe.objective, recipe.distill)
             is_off = without_adapters and isinstance(built.model, PeftModel)
             with built.model.disable_adapter() if is_off else nullcontext():
-                outcome = replay(
-                    built.model,
-                    OBJECTIVES[recipe.objective],
-                    batches or self.batches,
-                    recipe.preference,
-                )
+                outcome = replay(setup, objective, batches or self.batches)
         except (TrainkitError, torch.OutOfMemoryError) as error:
             said = error.what if isinstance(error, TrainkitError) else "out of memory"
             trial = replace(trial, problem=said)

@@ -6,9 +6,10 @@ What a teacher has said may be in the rows instead.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from trainkit.data.fields import teacher_of
 from trainkit.data.files import read_rows
@@ -19,25 +20,39 @@ from trainkit.models.loading import load_tokenizer
 from trainkit.objectives.distill import ToldDataset
 from trainkit.objectives.objective import TrainingData
 from trainkit.options import ModelOptions
+from trainkit.recipe import Recipe
 from trainkit.train.hooks import Hook, LoopState
-from trainkit.train.model import build_model
-
-if TYPE_CHECKING:
-    from trainkit.train.run import Run
+from trainkit.train.model import BuiltModel, build_model
 
 
-def load_teacher(run: Run) -> Any:
-    """The model that ``distill.teacher`` names, frozen, with the run's attention and kernels."""
-    recipe = run.recipe
-    assert recipe.distill is not None
-    source = recipe.model.replace(
-        name_or_path=recipe.distill.teacher,
-        revision=recipe.distill.teacher_revision,
-        dtype=recipe.distill.teacher_dtype or recipe.model.dtype,
-        gguf_file=None,
-        init="pretrained",
+def second_model(recipe: Recipe, device: torch.device, tokenizer: Any = None) -> BuiltModel | None:
+    """The frozen model that the loss asks at each step; None where it asks none.
+
+    A teacher must have the tokens of the student's ``tokenizer``; without one nobody looks.
+    """
+    source = recipe.model.replace(frozen=[])
+    if recipe.distill is not None and recipe.distill.teacher is not None:
+        source = source.replace(
+            name_or_path=recipe.distill.teacher,
+            revision=recipe.distill.teacher_revision,
+            dtype=recipe.distill.teacher_dtype or source.dtype,
+            gguf_file=None,
+            init="pretrained",
+        )
+        if tokenizer is not None:
+            _refuse_other_tokens(source, tokenizer)
+    elif recipe.asks_reference != "second model":
+        return None
+    built = build_model(
+        source, packing=recipe.data.packing, lora=None, kernels=recipe.kernels, device=device
     )
-    own, theirs = run.tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
+    built.model.config.use_cache = False
+    built.model.requires_grad_(False).eval()
+    return built
+
+
+def _refuse_other_tokens(source: ModelOptions, tokenizer: Any) -> None:
+    own, theirs = tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
     if own != theirs:
         other = next(iter(sorted(set(own.items()) ^ set(theirs.items()))))[0]
         raise ModelError(
@@ -45,28 +60,6 @@ def load_teacher(run: Run) -> Any:
             where="distill.teacher",
             fix="take a teacher of the same family, or train on its answers: trainkit generate",
         )
-    return _frozen(run, source, "teacher")
-
-
-def load_reference(run: Run) -> Any:
-    """The model before training, frozen, next to the one that trains whole."""
-    return _frozen(run, run.recipe.model, "reference")
-
-
-def _frozen(run: Run, source: ModelOptions, what: str) -> Any:
-    recipe = run.recipe
-    with run.layout.engine.loading_whole():
-        built = build_model(
-            source.replace(frozen=[]),
-            packing=recipe.data.packing,
-            lora=None,
-            kernels=recipe.kernels,
-            device=run.args.device,
-        )
-    built.model.config.use_cache = False
-    size = built.num_parameters / 1e6
-    run.console.note(f"{what}: {source.name_or_path}, {size:.1f} M parameters")
-    return built.model.requires_grad_(False).eval()
 
 
 class ToldBefore(Hook):

@@ -39,17 +39,17 @@ def run(tmp_path, tiny_qwen2):
     return made
 
 
-def keep_batch(run, rows, *, with_answers=False):
+def keep_batch(run, rows, *, with_answers=False, extras=None):
     ids = torch.randint(0, 199, (len(rows), 12), generator=torch.Generator().manual_seed(0))
     ids[1, 4] = RARE
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     if with_answers:
         batch["answer_ids"] = torch.arange(len(rows))[:, None].expand(-1, 12).clone()
     nan = float("nan")
-    extras = [{"num_trained_tokens": 11 * len(rows)}]
+    extras = {"num_trained_tokens": 11 * len(rows)} if extras is None else extras
     write_batch(
         run.root,
-        BadBatch(1, 0, "loss", "loss is nan", [nan], nan, math.inf, [rows], [batch], extras),
+        BadBatch(1, 0, "loss", "loss is nan", [nan], nan, math.inf, [rows], [batch], [extras]),
     )
 
 
@@ -214,6 +214,29 @@ def test_adapters_that_have_grown(place, culprit, name, objective, run, tiny_qwe
     found = diagnose(run, 1)
     assert (found.culprit, found.name) == (culprit, name)
     assert found.are_the_steps
+
+
+@pytest.mark.parametrize("objective", ["dpo", "distill"])
+def test_the_model_that_a_loss_asks_besides_is_asked_again(objective, run):
+    """With the base's own weights it finds nothing to learn, and with others something."""
+    asks = {
+        "dpo": "preference: {precompute_reference: false}",
+        "distill": f"distill: {{teacher: {run.root.parent / 'm'}, sft_weight: 0.0}}",
+    }
+    if objective == "dpo":
+        keep_batch(run, [*ROWS, "d.jsonl:4"], with_answers=True)
+    else:
+        keep_batch(run, ROWS, extras={})
+    recipe(run, f"objective: {objective}", asks[objective])
+    nothing = {"dpo": math.log(2), "distill": 0.0}[objective]
+    assert diagnose(run, 1).trials[0].outcome.loss == pytest.approx(nothing, abs=1e-6)
+    weights = run.root / "bad_batches/step-1/weights"
+    staging = stage(weights)
+    spoil(run, lambda weights: weights.update({name: 2 * w for name, w in weights.items()}))
+    shutil.copytree(run.root.parent / "m", staging, dirs_exist_ok=True)
+    spoil(run, lambda weights: weights.update({name: w / 2 for name, w in weights.items()}))
+    commit(staging, weights, metadata={})
+    assert abs(diagnose(run, 1).trials[0].outcome.loss - nothing) > 1e-3
 
 
 def test_from_the_command_line(run):
