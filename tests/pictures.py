@@ -240,7 +240,7 @@ class Family:
     def __init__(self, model_type, folder, run=None):
         """The rows and the model of a run's folder, or new ones."""
         from trainkit.data import DataOptions, Ledger, Source, prepare
-        from trainkit.models.loading import load_tokenizer
+        from trainkit.models.tokenizer import load_tokenizer
         from trainkit.options import ModelOptions
         from trainkit.train.images import vision_of
 

@@ -31,7 +31,7 @@ def test_kernels_bring_torch_and_triton_only():
 
 def test_what_only_needs_a_tokenizer_brings_no_models():
     """Half of the processor time of `trainkit data check` went there."""
-    code = "import trainkit.data; from trainkit.models.loading import load_tokenizer"
+    code = "import trainkit.train.images; from trainkit.models.tokenizer import load_tokenizer"
     assert loaded_by(code, OF_MODELS) == "[]"
 
 

@@ -1,4 +1,6 @@
-"""``sft`` starts without torch's compiler; what bitsandbytes compiles still works when called."""
+"""Commands start without what they may never use, and what is asked for later is there."""
+
+import json
 
 from commands import python
 
@@ -55,6 +57,34 @@ leave_others_out()
 import trainkit.train.build
 print([each for each in ("sklearn", "scipy", "pandas", "datasets") if each in sys.modules])
 """
+
+
+DATA = """
+import sys
+from trainkit.cli.app import main
+from trainkit.cli.quick_imports import Later
+
+model, rows = sys.argv[1:]
+assert main(["data", "check", "--data", rows, "--model", model]) in (0, 2)
+print(type(sys.modules["torch"]) is Later, "torch._C" in sys.modules)
+
+from trainkit.models.loading import load_model
+from trainkit.options import ModelOptions
+import torch.nn
+
+loaded = load_model(ModelOptions(name_or_path=model), attention=None)
+assert isinstance(loaded, torch.nn.Module) and isinstance(loaded.config.dtype, torch.dtype)
+with torch.no_grad():
+    print(loaded(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all().item())
+"""
+
+
+def test_data_is_read_without_torch_which_is_there_for_a_model(tiny_qwen2, tmp_path):
+    turns = [{"role": role, "content": "Count."} for role in ("user", "assistant")]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": turns}))
+    said = python("-c", DATA, tiny_qwen2, rows).splitlines()
+    assert said[-2:] == ["True False", "True"]
 
 
 def test_a_run_is_imported_without_what_transformers_takes_along():

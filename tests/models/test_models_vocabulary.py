@@ -7,7 +7,8 @@ from tiny import make_qwen2
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import attach, with_vocabulary
-from trainkit.models.loading import load_model, load_tokenizer, new_tokens
+from trainkit.models.loading import load_model
+from trainkit.models.tokenizer import load_tokenizer, new_tokens
 from trainkit.models.vocabulary import describe_new_tokens, refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.patching import patch

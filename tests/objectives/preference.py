@@ -119,7 +119,7 @@ def _collator(shape):
 
 PREFERENCE = Objective(
     name="preference",
-    formats=frozenset(["pairs"]),
+    format="pairs",
     packs=False,
     streams=False,
     dataset=lambda data, shape, seed: Pairs(data, seed),

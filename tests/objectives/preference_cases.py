@@ -14,7 +14,7 @@ from objectives.preference import BETA, PREFERENCE
 from trainkit.data import fields, formats
 from trainkit.objectives.table import OBJECTIVES
 from trainkit.options.data import ROW_FORMATS
-from trainkit.options.training import OBJECTIVE_NAMES
+from trainkit.options.training import OBJECTIVE_FORMATS, OBJECTIVE_NAMES
 
 NUM_PAIRS = 12
 
@@ -23,6 +23,7 @@ def register(patch_item):
     """Everything that trainkit has to be told of the objective and its format."""
     patch_item(OBJECTIVES, "preference", PREFERENCE)
     patch_item(OBJECTIVE_NAMES, "preference", "the odds of the better of two answers")
+    patch_item(OBJECTIVE_FORMATS, "preference", "pairs")
     patch_item(formats.FORMATS, "pairs", preference.parse_pairs)
     patch_item(fields.READS, "pairs", preference.READS)
     patch_item(ROW_FORMATS, "pairs", "two answers to one prompt")
@@ -122,7 +123,7 @@ def train(root, *, stage=0, **options):
     from distributed.zero_cases import zero_file
 
     shard = zero_file(root, stage) if stage else "none"
-    tables = (OBJECTIVES, formats.FORMATS, fields.READS, ROW_FORMATS)
+    tables = (OBJECTIVES, OBJECTIVE_FORMATS, formats.FORMATS, fields.READS, ROW_FORMATS)
     with contextlib.ExitStack() as stack:
         for table in tables:
             stack.enter_context(mock.patch.dict(table))

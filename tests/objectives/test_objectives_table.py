@@ -18,9 +18,11 @@ from objectives.preference_cases import (
 from ranks import run_ranks
 
 from trainkit.data.formats import FORMATS
+from trainkit.data.sources import formats_taken
 from trainkit.errors import DataError, RecipeError
 from trainkit.objectives.objective import Step
-from trainkit.objectives.table import OBJECTIVES, SFT, formats_of, objective_of
+from trainkit.objectives.table import OBJECTIVES, SFT, objective_of
+from trainkit.options.data import ROW_FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -202,10 +204,10 @@ def test_sft_does_not_guess_at_pairs(tmp_path):
 
 def test_every_format_has_an_objective_that_takes_it():
     rows = (*OBJECTIVES.values(), objective_of("distill"))
-    taken = frozenset[str]().union(*map(formats_of, rows))
-    assert taken == set(FORMATS)
-    assert "pairs" not in formats_of(SFT)
-    assert formats_of(PREFERENCE) == {"pairs"}
+    taken = set[str]().union(*(formats_taken(objective.format) for objective in rows))
+    assert taken == set(FORMATS) == set(ROW_FORMATS)
+    assert "pairs" not in formats_taken(SFT.format)
+    assert formats_taken(PREFERENCE.format) == {"pairs"}
 
 
 def test_the_rows_of_the_table_have_their_names():

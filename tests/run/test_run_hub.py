@@ -12,7 +12,7 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.shape import find_config
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import base_directory, find_model
-from trainkit.models.loading import check_exists
+from trainkit.models.tokenizer import check_exists
 from trainkit.options import ModelOptions
 
 NAME = "nobody/no-such-model"

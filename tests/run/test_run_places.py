@@ -14,7 +14,7 @@ from trainkit.errors import RecipeError, TrainkitError
 from trainkit.estimate.shape import find_config
 from trainkit.infer.locate import find_model
 from trainkit.lora.adapter import load_adapter
-from trainkit.models.loading import check_exists, load_config, load_tokenizer, stop_token_ids
+from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer, stop_token_ids
 from trainkit.options.data import read_tokens
 from trainkit.options.model import ModelOptions
 from trainkit.parallel.strategies import strategy_for

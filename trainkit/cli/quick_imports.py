@@ -6,6 +6,8 @@ import gc
 import importlib
 import importlib.util
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,40 @@ def import_quickly() -> None:
     import_quantisation()
     leave_others_out()
     leave_deepspeed_out()
+
+
+class Later(types.ModuleType):
+    """A package that is executed when something of it is asked for, by whoever it is.
+
+    What `importlib.util.LazyLoader` makes is executed by the next ``import`` of it.
+    """
+
+    _lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            spec = self.__spec__
+            if "__path__" not in vars(self) and spec is not None and spec.loader is not None:
+                self.__path__ = spec.submodule_search_locations or []
+                spec.loader.exec_module(self)
+                self.__class__ = types.ModuleType  # type: ignore[assignment]
+        return types.ModuleType.__getattribute__(self, name)
+
+
+def leave_torch_for_later() -> None:
+    """Import tokenizers and configurations without torch, which then is there when it is used.
+
+    transformers imports it with them, to turn the name of a configuration's dtype into torch's.
+    """
+    spec = importlib.util.find_spec("torch")
+    if "torch" in sys.modules or spec is None:
+        return
+    sys.modules["torch"] = later = Later("torch")
+    vars(later).update(vars(importlib.util.module_from_spec(spec)))
+    del later.__path__  # the import of a part of it executes it, too
+    from transformers import configuration_utils
+
+    vars(configuration_utils)["is_torch_available"] = lambda: type(later) is not Later
 
 
 def import_quantisation() -> None:

@@ -61,8 +61,10 @@ from trainkit.data.summary import (
 )
 from trainkit.data.vision import NoVision, Vision
 from trainkit.digests import remembered_digest
-from trainkit.errors import DataError
+from trainkit.errors import DataError, RecipeError
 from trainkit.options import Source
+from trainkit.options.data import ROW_FORMATS
+from trainkit.options.training import OBJECTIVE_FORMATS
 from trainkit.places import cache_of
 
 Work = tuple[int, list[RawRow]]
@@ -74,6 +76,27 @@ Result = tuple[int, list[RawRow], BuiltRows]
 _PR_SET_PDEATHSIG = 1
 
 _builder: SampleBuilder | None = None
+
+
+def formats_taken(only: str | None) -> set[str]:
+    """The formats that an objective takes: its only one, or those that are no other's alone."""
+    return {only} if only else ROW_FORMATS.keys() - OBJECTIVE_FORMATS.values()
+
+
+def sources_of(objective: str, only: str | None, sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Sources with the formats an objective takes; ``auto`` is its only one, if it has only one."""
+    taken = formats_taken(only)
+    found = []
+    for source in sources:
+        format = only if only and source.format == "auto" else source.format
+        found.append(source.replace(format=format))
+        if format not in taken | {"auto"}:
+            raise RecipeError(
+                f"{objective} cannot train on rows of the format {format}",
+                where=f"data.format: {source.path}",
+                fix=f"it takes {', '.join(sorted(taken))}",
+            )
+    return tuple(found)
 
 
 def build_all(

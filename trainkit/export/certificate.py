@@ -17,7 +17,8 @@ from trainkit.data.template import ChatTemplate
 from trainkit.errors import CheckpointError
 from trainkit.export.conversations import Prompt
 from trainkit.infer.engine import Engine, own_attention, with_adapter
-from trainkit.models.loading import load_model, load_tokenizer
+from trainkit.models.loading import load_model
+from trainkit.models.tokenizer import load_tokenizer
 from trainkit.options import ModelOptions
 
 FILE_NAME = "certificate.json"

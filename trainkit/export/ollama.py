@@ -28,7 +28,7 @@ from trainkit.export.gguf import (
 from trainkit.export.llama_cpp import LlamaServer
 from trainkit.export.source import Job, Source, Written
 from trainkit.models.context import context_of
-from trainkit.models.loading import load_tokenizer
+from trainkit.models.tokenizer import load_tokenizer
 
 __all__ = ["COPIES", "check", "write"]
 _SAMPLING = ("temperature", "top_p", "top_k", "repeat_penalty")

@@ -30,7 +30,7 @@ from trainkit.checkpoint.whole.manifest import MANIFEST_NAME
 from trainkit.errors import ModelError
 from trainkit.export.source import Job, Source
 from trainkit.infer.locate import ModelPaths, base_directory
-from trainkit.models.loading import load_config
+from trainkit.models.tokenizer import load_config
 from trainkit.options import ModelOptions
 
 MAX_SHARD_BYTES = 5 * 10**9

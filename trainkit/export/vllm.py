@@ -29,7 +29,7 @@ from trainkit.export.source import Job, Source, Written
 from trainkit.infer.base import is_plain
 from trainkit.infer.locate import ModelPaths
 from trainkit.models.linears import expert_parameters
-from trainkit.models.loading import load_config
+from trainkit.models.tokenizer import load_config
 from trainkit.options import ModelOptions
 
 COPIES = 2.1

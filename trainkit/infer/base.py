@@ -17,7 +17,8 @@ from trainkit.checkpoint.weights.reader import adapter_file
 from trainkit.checkpoint.whole.atomic import discard, stage
 from trainkit.errors import CheckpointError
 from trainkit.models.linears import packed_kind
-from trainkit.models.loading import UNPACKED_METHODS, load_config, load_model, load_tokenizer
+from trainkit.models.loading import UNPACKED_METHODS, load_model
+from trainkit.models.tokenizer import load_config, load_tokenizer
 from trainkit.options import ModelOptions
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json

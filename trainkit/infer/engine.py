@@ -34,15 +34,8 @@ from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
 from trainkit.models.linears import not_finite, packed_kind, quantization_config
-from trainkit.models.loading import (
-    TORCH_DTYPES,
-    check_exists,
-    device_named,
-    load_config,
-    load_model,
-    load_tokenizer,
-    set_use_cache,
-)
+from trainkit.models.loading import TORCH_DTYPES, device_named, load_model, set_use_cache
+from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
 from trainkit.options import ModelOptions
 from trainkit.train.images import vision_of
 

@@ -11,7 +11,7 @@ from trainkit.evals.answers import after_thinking, room_for
 from trainkit.evals.model import MAX_NEW_TOKENS, AskedAsTrained, PromptStyle
 from trainkit.infer.benchmark import Asking, uses_chat
 from trainkit.infer.locate import ModelPaths, training_options
-from trainkit.models.loading import load_tokenizer
+from trainkit.models.tokenizer import load_tokenizer
 
 
 def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, Any]:

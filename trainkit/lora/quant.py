@@ -18,8 +18,9 @@ from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters, packed_kind
-from trainkit.models.loading import load_config, load_model, move
+from trainkit.models.loading import load_model, move
 from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4
+from trainkit.models.tokenizer import load_config
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL

@@ -112,7 +112,7 @@ def _tensors(file: Path) -> set[str]:
                 "it is a Git LFS pointer, and not the weights", where=str(file), fix="git lfs pull"
             )
     try:
-        with safe_open(file, "pt") as tensors:
+        with safe_open(file, "np") as tensors:
             return set(tensors.keys())
     except SafetensorError as error:
         raise ModelError(

@@ -1,12 +1,10 @@
-"""Loading the model and its tokenizer, with errors that say what is missing and what to do.
+"""Loading the model, with errors that say what is missing and what to do.
 
 The device that a command line names.
 """
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,29 +17,22 @@ import huggingface_hub
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
     GgufConfig,
     Mxfp4Config,
     PreTrainedConfig,
-    PreTrainedTokenizerBase,
 )
 
 from trainkit.auto_class import auto_class
-from trainkit.errors import ModelError, TrainkitError
+from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
-from trainkit.hub import check_hub
-from trainkit.models.files import (
-    MOST,
-    check_model_files,
-    check_tokenizer_files,
-    refuse_counts,
-    with_sound_normalizer,
+from trainkit.models.tokenizer import (
+    explained,
+    from_pretrained_arguments,
+    load_config,
+    new_tokens,
 )
-from trainkit.models.vocabulary import NewTokens, grow, teach
+from trainkit.models.vocabulary import grow
 from trainkit.options.model import DTYPES, ModelOptions
-from trainkit.places import local_path, regular, regular_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # seconds of imports, which a tokenizer does not need
@@ -53,132 +44,6 @@ UNPACKED_METHODS: Mapping[str, Any] = {"mxfp4": Mxfp4Config}
 
 LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
 """`trainkit.parallel.engine.Engine.load_part`."""
-
-
-def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]]:
-    """The path or name and the keyword arguments that every ``from_pretrained`` takes.
-
-    A directory is given as a full path: peft writes it into the adapter, which then finds its base
-    from any working directory, and never takes a hub's model of the same name for it.
-    """
-    path = local_path(source.name_or_path) or Path(source.name_or_path)
-    if path.is_dir():
-        regular_files(path, ModelError)
-    source_path = str(path.absolute()) if path.is_dir() else source.name_or_path
-    options: dict[str, Any] = {
-        "revision": source.revision or "main",
-        "trust_remote_code": source.trust_remote_code,
-    }
-    if source.gguf_file is not None:
-        return source_path, {**options, "gguf_file": source.gguf_file}
-    if path.suffix == ".gguf":
-        return str(path.parent.absolute()), {**options, "gguf_file": path.name}
-    return source_path, options
-
-
-def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
-    """Refuse a path that looks local and is not there, before anything is imported or fetched.
-
-    An adapter's directory serves where only the tokenizer is loaded.
-    """
-    path = local_path(source.name_or_path)
-    if path is None:
-        check_hub(
-            source.name_or_path,
-            ModelError,
-            f"model.name_or_path: {source.name_or_path}",
-            "check the spelling of the directory; without a network, download the model elsewhere "
-            "(hf download NAME --local-dir DIR) and give DIR",
-        )
-        return
-    if path.is_dir():
-        regular_files(path, ModelError)
-        if is_model and source.gguf_file is None:
-            check_model_files(path, with_weights=source.init != "random")
-        return
-    if path.exists():
-        regular(path, ModelError)
-        return
-    raise ModelError(
-        f"there is no model at {path.absolute()}",
-        where="model.name_or_path",
-        fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
-    )
-
-
-def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
-    source_path, options = from_pretrained_arguments(source)
-    directory = with_sound_normalizer(Path(source_path))
-    with _explained(source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source_path, **options)
-    if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
-        check_tokenizer_files(directory, tokenizer)
-    if tokenizer is None or not len(tokenizer):
-        raise ModelError(
-            "there is no tokenizer next to the model",
-            where=source.name_or_path,
-            fix="copy tokenizer.json and tokenizer_config.json there",
-        )
-    _check_template(tokenizer.chat_template, source)
-    if source.adds_tokens:
-        teach(tokenizer, source)
-    return tokenizer
-
-
-def _check_template(template: object, source: ModelOptions) -> None:
-    """One text, or several by name; transformers takes what the file has."""
-    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-    if not all(isinstance(text, str) for text in texts):
-        raise ModelError(
-            "the tokenizer's chat_template is neither a text nor texts by name",
-            where=source.name_or_path,
-            fix="correct chat_template in tokenizer_config.json, or remove it",
-        )
-
-
-def new_tokens(source: ModelOptions) -> NewTokens:
-    """What the recipe's tokens are to the model's own tokenizer."""
-    plain = source.replace(add_tokens=None, add_special_tokens=None)
-    return teach(load_tokenizer(plain), source)
-
-
-def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
-    """What the model's own generation settings stop at; empty where it has none."""
-    source_path, options = from_pretrained_arguments(source)
-    if "gguf_file" in options:
-        return ()
-    try:
-        settings = GenerationConfig.from_pretrained(source_path, revision=options["revision"])
-    except Exception as error:  # transformers looks at few of its values before it uses them
-        path = Path(source_path) / "generation_config.json"
-        if isinstance(error, OSError) and not path.is_file():
-            return ()
-        raise ModelError(
-            f"the generation settings cannot be read: {type(error).__name__}: {error}"[:400],
-            where=str(path),
-            fix="correct that file, or remove it",
-        ) from None
-    stops = settings.eos_token_id
-    found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
-    size = getattr(load_config(source).get_text_config(), "vocab_size", None) or MOST
-    for stop in found:
-        if not isinstance(stop, int) or not 0 <= stop < size:
-            raise ModelError(
-                f"generation_config.json ends answers at the token {str(stop)[:20]}, and the "
-                f"model's tokens are 0 to {size - 1}",
-                where=source.name_or_path,
-                fix="correct eos_token_id there, or remove it",
-            )
-    return found
-
-
-def load_config(source: ModelOptions) -> PreTrainedConfig:
-    source_path, options = from_pretrained_arguments(source)
-    with _explained(source, "configuration"):
-        config = AutoConfig.from_pretrained(source_path, **options)
-        text = config.get_text_config()  # of several text models it knows none
-    refuse_counts(vars(text), source.name_or_path)
-    return config
 
 
 def can_set_attention(config: PreTrainedConfig) -> bool:
@@ -214,7 +79,7 @@ def load_model(
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
-    with _explained(source, "model"):
+    with explained(source, "model"):
         config = load_config(source)
         unpacked = _unpacked(config, options)
         quantization = quantization or unpacked
@@ -410,37 +275,6 @@ def _as_plain_model(model: PreTrainedModel, place: str) -> PreTrainedModel:
     vars(model).pop("_weight_conversions", None)  # saving would turn them back
     model.name_or_path = model.config._name_or_path = place
     return model
-
-
-@contextlib.contextmanager
-def _explained(source: ModelOptions, part: str) -> Any:
-    """Turn transformers' and the hub's errors into one sentence with a way out."""
-    try:
-        yield
-    except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # tokenizers raises nothing narrower, unpickling nearly anything
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if isinstance(error, pickle.UnpicklingError):
-            first_line = "a pickle of its weights is damaged, or holds more than plain tensors"
-        elif not isinstance(error, (OSError, ValueError)):
-            first_line = f"{type(error).__name__}: {first_line}"
-        is_local = local_path(source.name_or_path) is not None
-        if isinstance(error, ValueError) and "`trust_remote_code=True`" in str(error):
-            raise ModelError(
-                f"the {part} needs code that comes with it (auto_map)",
-                where=f"model.name_or_path: {source.name_or_path}",
-                fix="read that code; then a recipe lets it run with model.trust_remote_code: true, "
-                "and a command on a trained model with --trust-remote-code",
-            ) from None
-        raise ModelError(
-            f"the {part} cannot be loaded: {first_line}",
-            where=f"model.name_or_path: {source.name_or_path}",
-            fix=f"check that the directory holds a complete {part} as save_pretrained writes it"
-            if is_local
-            else "check the spelling; without a network, download the model elsewhere "
-            "(hf download NAME --local-dir DIR) and give DIR",
-        ) from error
 
 
 def device_named(name: str | None) -> torch.device:

@@ -1,4 +1,4 @@
-"""Tokens that a recipe adds: the tokenizer learns them, embedding and head get rows for them.
+"""Tokens that a recipe adds: embedding and head get rows for them.
 
 A new row begins as the mean of the rows of the pieces that the token was cut into before, in the
 embedding and, where it is not the same matrix, in the head. So the model first reads a new token
@@ -9,56 +9,17 @@ peft and every server find a matrix of ``len(tokenizer)`` rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import AddedToken
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from trainkit.errors import RecipeError
-from trainkit.options.model import ModelOptions
+from trainkit.models.tokenizer import NewTokens
 from trainkit.parallel.parameters import whole_shape, written_by_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What a tokenizer has learnt.
-
-    Attributes:
-        pieces: the id of each new token, with the ids that its text had before.
-        known: tokens of the recipe that it had already.
-        size: of its vocabulary now.
-    """
-
-    pieces: Mapping[int, tuple[int, ...]]
-    known: tuple[str, ...]
-    size: int
-
-
-def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens:
-    """Add the tokens of ``model.add_tokens`` and ``add_special_tokens``, in place."""
-    ordinary, special = source.tokens()
-    vocabulary = tokenizer.get_vocab()
-    new = {
-        token: tuple(tokenizer.encode(token, add_special_tokens=False))
-        for token in (*ordinary, *special)
-        if token not in vocabulary
-    }
-    for token in new:
-        is_special = token in special
-        # As it is written, wherever it stands: no normaliser, no blanks around it.
-        added = AddedToken(token, normalized=False, special=is_special)
-        tokenizer.add_tokens([added], special_tokens=is_special)
-    ids = tokenizer.convert_tokens_to_ids(list(new))
-    pieces = {int(number): new[token] for number, token in zip(ids, new, strict=True)}
-    known = tuple(token for token in (*ordinary, *special) if token not in new)
-    return NewTokens(pieces, known, len(tokenizer))
 
 
 def grow(model: PreTrainedModel, new: NewTokens) -> None:

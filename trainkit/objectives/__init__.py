@@ -1,6 +1,6 @@
 """What is optimised: rows taken, batches, loss, figures, evaluation. THE TABLE is in `table`."""
 
 from trainkit.objectives.sft import SFT
-from trainkit.objectives.table import OBJECTIVES, objective_of, sources_of
+from trainkit.objectives.table import OBJECTIVES, objective_of
 
-__all__ = ["OBJECTIVES", "SFT", "objective_of", "sources_of"]
+__all__ = ["OBJECTIVES", "SFT", "objective_of"]

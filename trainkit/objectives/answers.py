@@ -25,6 +25,7 @@ from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, 
 from trainkit.objectives.sft import collator
 from trainkit.options import PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
+from trainkit.options.training import OBJECTIVE_FORMATS
 from trainkit.parallel.rows import next_tokens
 
 REFERENCE = "reference"
@@ -278,7 +279,6 @@ def answer_objective(
     name: str,
     loss: Callable[[LossSetup], AnswerLoss],
     *,
-    format: str,
     together: int = 1,
     scalar_head: bool = False,
 ) -> Objective:
@@ -289,7 +289,7 @@ def answer_objective(
 
     return Objective(
         name=name,
-        formats=frozenset([format]),
+        format=OBJECTIVE_FORMATS[name],
         packs=True,
         streams=False,
         dataset=dataset,

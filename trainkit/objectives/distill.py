@@ -24,6 +24,7 @@ from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, 
 from trainkit.objectives.sft import SFT, collator
 from trainkit.options import DistillOptions
 from trainkit.options.data import IGNORE_INDEX
+from trainkit.options.training import OBJECTIVE_FORMATS
 from trainkit.parallel.rows import next_tokens
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
@@ -211,7 +212,7 @@ def _told_collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]
 
 DISTILL = Objective(
     name="distill",
-    formats=None,
+    format=None,
     packs=True,
     streams=True,
     dataset=SFT.dataset,
@@ -221,7 +222,7 @@ DISTILL = Objective(
 
 DISTILL_STORED = Objective(
     name="distill",
-    formats=frozenset(["distilled"]),
+    format=OBJECTIVE_FORMATS["distill"],
     packs=True,
     streams=False,
     dataset=lambda data, shape, seed: ToldDataset(SFT.dataset(data, shape, seed)),

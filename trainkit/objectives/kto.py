@@ -28,6 +28,7 @@ from trainkit.objectives.answers import (
 )
 from trainkit.objectives.objective import LossSetup, Objective, RowShape
 from trainkit.options.data import IGNORE_INDEX
+from trainkit.options.training import OBJECTIVE_FORMATS
 
 DESIRABLE = "desirable"
 """The key of a batch for which of its answers are good ones."""
@@ -216,7 +217,7 @@ def _collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]:
 
 KTO = Objective(
     name="kto",
-    formats=frozenset(["rated"]),
+    format=OBJECTIVE_FORMATS["kto"],
     packs=True,
     streams=False,
     dataset=RatedDataset,

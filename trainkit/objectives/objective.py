@@ -196,8 +196,7 @@ class Objective:
     """One row of the table: what is optimised.
 
     Attributes:
-        formats: the names of ``FORMATS`` whose rows it takes; None takes those that no other
-            objective claims.
+        format: its row in ``OBJECTIVE_FORMATS``; None takes what is not in there.
         packs: it can train on rows of several samples.
         streams: it can train on samples straight from their files.
         num_together: samples that belong together, so a packed row is so many times as long.
@@ -210,7 +209,7 @@ class Objective:
     """
 
     name: str
-    formats: frozenset[str] | None
+    format: str | None
     packs: bool
     streams: bool
     dataset: Callable[[PreparedData, RowShape, int | None], EpochDataset]

@@ -162,6 +162,6 @@ class SimpoLoss(PairLoss):
         return rewards, -logsigmoid(rewards[:, 0] - rewards[:, 1] - self.options.gamma)
 
 
-DPO = answer_objective("dpo", DpoLoss, format="preference", together=2)
-ORPO = answer_objective("orpo", OrpoLoss, format="preference", together=2)
-SIMPO = answer_objective("simpo", SimpoLoss, format="preference", together=2)
+DPO = answer_objective("dpo", DpoLoss, together=2)
+ORPO = answer_objective("orpo", OrpoLoss, together=2)
+SIMPO = answer_objective("simpo", SimpoLoss, together=2)

@@ -43,4 +43,4 @@ class RewardLoss(AnswerLoss):
         return torch.where(is_real, losses, 0).sum()
 
 
-REWARD = answer_objective("reward", RewardLoss, format="preference", together=2, scalar_head=True)
+REWARD = answer_objective("reward", RewardLoss, together=2, scalar_head=True)

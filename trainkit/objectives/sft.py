@@ -317,7 +317,7 @@ def collator(
 
 SFT = Objective(
     name="sft",
-    formats=None,
+    format=None,
     packs=True,
     streams=True,
     dataset=_dataset,

@@ -24,6 +24,16 @@ OBJECTIVE_NAMES: dict[str, str] = {
 }
 """The names of ``trainkit.objectives.OBJECTIVES``, with what is optimised."""
 
+OBJECTIVE_FORMATS = {
+    "dpo": "preference",
+    "orpo": "preference",
+    "simpo": "preference",
+    "reward": "preference",
+    "kto": "rated",
+    "distill": "distilled",
+}
+"""The one of ``ROW_FORMATS`` that an objective takes; the others take all that are not in here."""
+
 DEFAULT_OBJECTIVE = "sft"
 
 ObjectiveName = Annotated[
@@ -100,6 +110,13 @@ class PreferenceOptions(Section):
     gamma: float = Field(
         0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."
     )
+
+
+def only_format(objective: str, distill: "DistillOptions | None") -> str | None:
+    """What an objective takes alone; a teacher that answers itself takes plain rows."""
+    is_live = distill is not None and distill.teacher is not None
+    is_plain = objective == "distill" and is_live
+    return None if is_plain else OBJECTIVE_FORMATS.get(objective)
 
 
 class DistillOptions(Section):

@@ -38,14 +38,14 @@ from trainkit.data.files import read_rows, resolve_files
 from trainkit.data.formats import decode_row, read_row
 from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions
-from trainkit.data.sources import Progress, prepare
+from trainkit.data.sources import Progress, prepare, sources_of
 from trainkit.data.store import CHANGED, Entry, Ledger
 from trainkit.data.summary import files_in_both, notes_of, refuse_unfit, source_notes
 from trainkit.data.vision import NoVision, Vision, unstreamed
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
 from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
 from trainkit.objectives.sft import distinct_labels
-from trainkit.objectives.table import refuse_unfit_feeding, sources_of
+from trainkit.objectives.table import refuse_unfit_feeding
 from trainkit.options import Source
 from trainkit.parallel import Layout
 
@@ -554,13 +554,11 @@ def prepare_run_data(
     held_out: int | float | None = None,  # a share below 1, or a number of conversations
     vision: Vision | NoVision | None = None,
 ) -> RunData:
-    """Read, mask and tokenise; call it before there is a process group.
-
-    Rows that cannot be trained on raise a TrainkitError.
-    """
+    """Read, mask and tokenise before there is a process group; unfit rows raise TrainkitError."""
     feeding = {"packing": packing, "streaming": bool(stream_buffer)}
     refuse_unfit_feeding(objective, **feeding, splits_rows=row_parts > 1)
-    train, evaluation = sources_of(objective, train), sources_of(objective, evaluation)
+    fit = partial(sources_of, objective.name, objective.format)
+    train, evaluation = fit(train), fit(evaluation)
     pad_token_id = _padding(tokenizer, options.num_embeddings)
     book = Ledger(ledger)
     kept_back: PreparedData | None = None

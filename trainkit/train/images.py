@@ -1,7 +1,9 @@
-"""How the model of a recipe takes images, from its files; nothing is loaded before it is needed."""
+"""What a model's files say of its data: where text ends, how it takes images. No torch."""
 
+import contextlib
 import hashlib
 import logging
+import os
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -10,13 +12,37 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from trainkit.checkpoint.weights.companions import PROCESSORS
+from trainkit.data.options import DataOptions
 from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import ModelError
-from trainkit.models.loading import from_pretrained_arguments, load_config
+from trainkit.models.tokenizer import from_pretrained_arguments, load_config, stop_token_ids
 from trainkit.options import ModelOptions
 from trainkit.options.vision import VISION, why_unserved
+from trainkit.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+
+
+def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+    """The recipe's data section with what no recipe says; ``cache_dir`` wins over its own."""
+    data, training = recipe.data, recipe.training
+    seed = training.get("data_seed")
+    # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
+    is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
+    text = None
+    if not is_gguf:
+        # A tokenizer alone is enough to look at data; a run reads the configuration again.
+        with contextlib.suppress(ModelError):
+            text = load_config(recipe.model).get_text_config()
+    return DataOptions(
+        **data.sample_options(),
+        stop_token_ids=stop_token_ids(recipe.model),
+        # Tokens that the recipe adds get rows.
+        num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),
+        num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
+        cache_dir=cache_dir or data.cache_dir,
+        seed=int(seed if seed is not None else training.get("seed", 42)),
+    )
 
 
 def vision_of(source: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Vision | NoVision | None:

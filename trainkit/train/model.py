@@ -33,15 +33,9 @@ from trainkit.models.linears import (
     prepare_for_training,
     quantization_config,
 )
-from trainkit.models.loading import (
-    TORCH_DTYPES,
-    can_set_attention,
-    exact_decays,
-    load_config,
-    load_model,
-    new_tokens,
-)
+from trainkit.models.loading import TORCH_DTYPES, can_set_attention, exact_decays, load_model
 from trainkit.models.proof.replica import outermost
+from trainkit.models.tokenizer import load_config, new_tokens
 from trainkit.models.vision import Sight, choose_parts
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions

@@ -3,7 +3,6 @@
 What can fail cheaply fails here. With ``build.py`` the only reader of recipe fields.
 """
 
-import contextlib
 import copy
 import functools
 import importlib.util
@@ -19,18 +18,16 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from trainkit.data.options import BUFFER, DataOptions
-from trainkit.errors import ModelError, RecipeError, TrainkitError
+from trainkit.data.options import BUFFER
+from trainkit.errors import RecipeError, TrainkitError
 from trainkit.models.files import context_warning
-from trainkit.models.loading import (
+from trainkit.models.proof.replica import replica_of
+from trainkit.models.tokenizer import (
     check_exists,
-    from_pretrained_arguments,
     load_config,
     load_tokenizer,
     new_tokens,
-    stop_token_ids,
 )
-from trainkit.models.proof.replica import replica_of
 from trainkit.objectives import objective_of
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.options.parallel import RecomputeOptions
@@ -49,7 +46,7 @@ from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
-from trainkit.train.images import vision_of
+from trainkit.train.images import data_options, vision_of
 from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
@@ -243,28 +240,6 @@ def _noise_warning(recipe: Recipe, data: RunData) -> list[str]:
 
 
 # -- what several sections of a recipe decide together -------------------------------------------
-
-
-def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
-    """The recipe's data section with what no recipe says; ``cache_dir`` wins over its own."""
-    data, training = recipe.data, recipe.training
-    seed = training.get("data_seed")
-    # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
-    is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
-    text = None
-    if not is_gguf:
-        # A tokenizer alone is enough to look at data; a run reads the configuration again.
-        with contextlib.suppress(ModelError):
-            text = load_config(recipe.model).get_text_config()
-    return DataOptions(
-        **data.sample_options(),
-        stop_token_ids=stop_token_ids(recipe.model),
-        # Tokens that the recipe adds get rows.
-        num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),
-        num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
-        cache_dir=cache_dir or data.cache_dir,
-        seed=int(seed if seed is not None else training.get("seed", 42)),
-    )
 
 
 def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:

@@ -16,7 +16,7 @@ from trainkit.data.files import read_rows
 from trainkit.data.formats import decode_row
 from trainkit.data.messages import RowError
 from trainkit.errors import DataError, ModelError
-from trainkit.models.loading import load_tokenizer
+from trainkit.models.tokenizer import load_tokenizer
 from trainkit.objectives.distill import ToldDataset
 from trainkit.objectives.objective import TrainingData
 from trainkit.options import ModelOptions

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from trainkit.lora.adapter import LoraOptions, attach
-from trainkit.models.loading import from_pretrained_arguments, load_model
+from trainkit.models.loading import load_model
+from trainkit.models.tokenizer import from_pretrained_arguments
 from trainkit.options import ModelOptions
 
 

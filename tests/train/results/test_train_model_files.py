@@ -13,7 +13,8 @@ from transformers import GPT2Config, Qwen2Config
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
 from trainkit.models.files import context_warning
-from trainkit.models.loading import check_exists, load_config, load_model, load_tokenizer
+from trainkit.models.loading import load_model
+from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
 from trainkit.options import ModelOptions
 
 

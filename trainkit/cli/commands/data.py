@@ -208,15 +208,16 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
 
     Samples go to the cache, as in training; without a recipe to a directory that is removed.
     """
-    from trainkit.cli.quick_imports import import_quickly
+    from trainkit.cli.quick_imports import leave_others_out, leave_torch_for_later
 
-    import_quickly()
+    leave_others_out()
+    leave_torch_for_later()
     from trainkit.data import DataOptions, Source
     from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     from trainkit.infer.locate import refuse_code
-    from trainkit.models.loading import check_exists, load_tokenizer, stop_token_ids
+    from trainkit.models.tokenizer import check_exists, load_tokenizer, stop_token_ids
     from trainkit.options import ModelOptions
     from trainkit.recipe.document import is_override
     from trainkit.train.images import vision_of
@@ -236,9 +237,10 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         refuse_code(named, (), None)
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
-            from trainkit.objectives import objective_of, sources_of
+            from trainkit.data.sources import sources_of
+            from trainkit.options.training import only_format
             from trainkit.recipe import load_recipe, read_chat_template
-            from trainkit.train.prepare import data_options
+            from trainkit.train.images import data_options
 
             recipe = load_recipe(config, overrides).recipe
             if recipe.data.streaming and not data:
@@ -250,8 +252,8 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
             source = named or recipe.model.replace(
                 trust_remote_code=trusted or recipe.model.trust_remote_code
             )
-            sources = recipe.data.with_format(recipe.data.train)
-            sources = sources_of(objective_of(recipe.objective, recipe.distill), sources)
+            only = only_format(recipe.objective, recipe.distill)
+            sources = sources_of(recipe.objective, only, recipe.data.with_format(recipe.data.train))
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
         elif data and named:

@@ -76,8 +76,9 @@ def _checked(model: Path, device: str | None, trusted: bool) -> list[dict[str, A
     import torch
 
     from trainkit.infer.locate import refuse_code
-    from trainkit.models.loading import check_exists, device_named, load_model
+    from trainkit.models.loading import device_named, load_model
     from trainkit.models.self_check import self_check
+    from trainkit.models.tokenizer import check_exists
     from trainkit.options import ModelOptions
     from trainkit.patching import patch
 

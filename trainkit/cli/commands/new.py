@@ -209,7 +209,7 @@ def _taken_by(model: str, method: str) -> dict[str, bool]:
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
-    from trainkit.models.loading import load_config
+    from trainkit.models.tokenizer import load_config
     from trainkit.options import ModelOptions
     from trainkit.train.fit import settings_for
 
