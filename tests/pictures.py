@@ -245,6 +245,7 @@ class Family:
         from trainkit.train.images import vision_of
 
         folder.mkdir(exist_ok=True)
+        self.model_type = model_type
         self.directory = run / model_type if run else make_model_directory(model_type, folder)
         self.source = ModelOptions(str(self.directory), dtype="float32", train=EVERYTHING)
         self.tokenizer = load_tokenizer(self.source)

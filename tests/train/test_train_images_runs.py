@@ -11,6 +11,7 @@ from pictures import EVERYTHING, Family, make_image, make_model_directory, write
 from resume.record import record
 
 STEPS = 4
+RATIOS = {"vision": 0.1, "projector": 4.0}
 
 
 def write_recipe(folder, model_type="qwen2_5_vl", **changes):
@@ -54,12 +55,13 @@ def sft(folder, *words, **options):
 def weights(folder):
     from safetensors.torch import load_file
 
-    return load_file(folder / "final/model.safetensors")
+    (file,) = (folder / "final").glob("*model.safetensors")
+    return load_file(file)
 
 
-def losses(folder):
+def losses(folder, name="loss"):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row[name] for row in rows if name in row]
 
 
 def apart(first, second, skip=()):
@@ -71,22 +73,36 @@ def apart(first, second, skip=()):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3"])
 def test_a_run_trains_what_a_plain_loop_trains(model_type, tmp_path):
-    """Unpacked rows in order: the processor's pixels, plain transformers, torch's AdamW."""
+    """Unpacked rows in order: the processor's pixels, plain transformers, torch's AdamW.
+
+    Each part at its rate.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     write_recipe(
         folder,
         model_type,
         model__train=EVERYTHING,
+        model__lr_ratios=RATIOS,
         data__packing=False,
         training__train_sampling_strategy="sequential",
         training__optim="adamw_torch",
     )
-    sft(folder, "-o", "run")
+    said = sft(folder, "-o", "run")
+    parts = json.loads((folder / "run/kernels.json").read_text())["parts"]
+    rates = {part: each["learning_rate"] for part, each in parts.items()}
+    assert rates == {"text": 1e-3, "vision": pytest.approx(1e-4), "projector": 4e-3}
+    assert f"vision {parts['vision']['parameters']:,} weights at 0.0001, projector" in said.err
     plain = Family(model_type, tmp_path / "plain", folder)
     model = plain.plain().train()
     # Weights that no image and no text reaches stay as they are.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    groups = {1e-3: [], 1e-4: [], 4e-3: []}
+    for name, parameter in model.named_parameters():
+        is_projector = any(part in name for part in ("merger", "connector", "projector"))
+        groups[4e-3 if is_projector else 1e-4 if "vis" in name else 1e-3].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": each, "lr": rate} for rate, each in groups.items()], weight_decay=0.0
+    )
     found = []
     for step in range(STEPS):
         samples = [plain.data[2 * step + place] for place in (0, 1)]
@@ -132,8 +148,20 @@ def test_the_tower_stays_unless_it_is_to_train(tmp_path):
     assert moved == {name for name in before if "merger" in name}
 
 
-def test_two_ranks_train_what_one_does(tmp_path):
-    """Also where a rank has no image: rows alternate, so that one of them never has any."""
+IN_PARTS = [
+    ("qwen2_5_vl", {"model__train": EVERYTHING, "model__lr_ratios": RATIOS}),
+    ("gemma3", {}),
+    ("idefics3", {"lora": {"r": 4, "vision": True}}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "given"), IN_PARTS, ids=["full", "frozen", "lora"])
+def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
+    """Also where a rank has no image: rows alternate, so that one of them never has any.
+
+    Where weights are sharded it waits for a part of the tower's even if that is frozen, in
+    evaluations, too.
+    """
     make_image(30, 40).save(tmp_path / "a.png")
     lines = []
     for number in range(2 * STEPS):
@@ -141,18 +169,28 @@ def test_two_ranks_train_what_one_does(tmp_path):
         row = {"messages": [user, {"role": "assistant", "content": f"It is {number}."}]}
         lines.append(json.dumps(row if number % 2 else {**row, "images": ["a.png"]}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    given = {"data__packing": False, "training__train_sampling_strategy": "sequential"}
-    write_recipe(tmp_path, model__train=EVERYTHING, **given)
-    sft(tmp_path, "-o", "one")
-    sft(tmp_path, "-o", "two", "training.per_device_train_batch_size=1", num_ranks=2)
-    sft(
+    write_recipe(
         tmp_path,
-        *("-o", "apart", "training.per_device_train_batch_size=1"),
-        "training.ddp_find_unused_parameters=false",
-        num_ranks=2,
+        model_type,
+        data__packing=False,
+        data__eval=["rows.jsonl"],
+        training__train_sampling_strategy="sequential",
+        training__eval_strategy="steps",
+        training__eval_steps=STEPS,
+        training__per_device_eval_batch_size=1,
+        **given,
     )
-    for name in ("two", "apart"):
+    sft(tmp_path, "-o", "one")
+    ways = {each: f"parallel.shard={each}" for each in ("fsdp2", "zero3")}
+    if "model__train" in given:
+        ways |= {"none": "training.logging_steps=1", "zero2": "parallel.shard=zero2"}
+        ways["apart"] = "training.ddp_find_unused_parameters=false"
+    for name, way in ways.items():
+        alone = "training.per_device_train_batch_size=1"
+        sft(tmp_path, "-o", name, alone, way, num_ranks=2)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+        one, two = (losses(tmp_path / each, "eval_loss") for each in ("one", name))
+        assert one == pytest.approx(two, rel=1e-5)
         # Adam turns rounding into steps where a gradient is next to nothing.
         assert apart(weights(tmp_path / "one"), weights(tmp_path / name)) < 2e-4
 
@@ -162,6 +200,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(lora, tmp_path):
     write_recipe(
         tmp_path,
         **({"lora": lora} if lora else {"model__train": EVERYTHING}),
+        model__lr_ratios={"text": 0.5} if lora else RATIOS,
         training__save_strategy="steps",
         training__save_steps=2,
         training__per_device_train_batch_size=1,
@@ -188,8 +227,8 @@ def test_adapters_are_merged_and_everything_loads_in_plain_transformers(model_ty
 
     folder = tmp_path / "run"
     folder.mkdir()
-    write_recipe(folder, model_type, lora={"r": 4, "alpha": 64})
-    sft(folder, "-o", "run")
+    write_recipe(folder, model_type, lora={"r": 4, "alpha": 64, "vision": True})
+    assert "adapters see images" in sft(folder, "-o", "run").err
     said = trainkit(folder, "merge", "run/final", "merged")
     assert said.code == 0, said.err
     files = {path.name for path in (folder / "merged").iterdir()}
@@ -209,7 +248,6 @@ def test_adapters_are_merged_and_everything_loads_in_plain_transformers(model_ty
 
 UNTRIED = {
     "data.streaming=true": "streamed samples have none",
-    "parallel.shard=fsdp2": "parallel.shard: fsdp2",
     "training.torch_compile=true": "training.torch_compile",
 }
 

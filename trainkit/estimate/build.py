@@ -37,7 +37,7 @@ from trainkit.lora.adapter import attach
 from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
-from trainkit.models.frozen import outside_text
+from trainkit.models.frozen import outside_linears, outside_text
 from trainkit.models.linears import expert_parameters, packed_kind
 from trainkit.models.loss import LossOptions, configure
 from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
@@ -378,10 +378,11 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
 
 def _pack(model: Any, make: Any, roles: frozenset[str]) -> None:
     """Linear layers, all but the output layer, or those of some roles, as packed ones."""
-    head = model.get_output_embeddings()
+    head, away = model.get_output_embeddings(), outside_linears(model)
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
-        if type(module) is not nn.Linear or module is head or (roles and last not in roles):
+        is_other = type(module) is not nn.Linear or module is head or name in away
+        if is_other or (roles and last not in roles):
             continue
         if make is _fp8 and (why_not_fp8(name, module, head, ()) or not roles):
             continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from trainkit.models.tokenizer import load_config
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL
+from trainkit.parallel.parameters import made_whole
 
 
 def refuse_unfit_device(quantize: str, device: torch.device) -> None:
@@ -77,12 +76,11 @@ def packed_base(
     fp8: Fp8Setup | None,
     device: torch.device,
     attention: str,
-    loading_whole: Callable[[], AbstractContextManager[None]],
 ) -> tuple[PreTrainedModel, Fp8Choice | None]:
     """The base where it will train, its linear layers packed, and which were chosen."""
     convert: Any = packed_kind(str(lora.quantize)).convert
     # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
-    with loading_whole():
+    with made_whole():
         model: Any = load_model(source, attention=attention)
     kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
     # All of them: what is measured are linear layers.

@@ -7,7 +7,7 @@ peft's ``all-linear`` is every linear module. Three kinds of model need more car
   rank, and loses linear layers of the same name; for others it leaves the experts out. Here every
   family gets the same: linear layers and experts at the recipe's rank, and the router stays.
 - gated delta rules: the small projections that only make decays and beta stay frozen.
-- a text model with a vision tower: only the text model is adapted, since text trains nothing else.
+- a text model with a vision tower: only the text model is adapted, unless ``vision`` is set.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     parameters = tuple(dict.fromkeys((*listed, *short)))
     if wanted != ALL_LINEAR:
         return Targets(wanted if isinstance(wanted, str) else tuple(wanted), parameters, short)
-    linears = list(_text_linears(model))
+    linears = list(_linears(model, everywhere=options.vision))
     spared = {*read_weights(model), *_gate_projections(model)}
     names = [name for name in linears if name not in spared and _takes_adapter(model, name)]
     is_plain = names == linears and text_model(model) is None
@@ -180,10 +180,10 @@ def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
     return any(ends_in(prefix, wanted) for prefix in prefixes)
 
 
-def _text_linears(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the linear layers that text passes through, except the output layers."""
+def _linears(model: PreTrainedModel, *, everywhere: bool) -> Iterator[str]:
+    """Names of the linear layers, of the text model or everywhere, except the output layers."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))
-    inside = text_model(model)
+    inside = None if everywhere else text_model(model)
     wanted = None if inside is None else set(inside.modules())
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear) and module not in heads

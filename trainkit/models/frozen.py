@@ -3,6 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -80,15 +81,22 @@ def _advice(pattern: str, trained: dict[str, nn.Parameter]) -> str:
     return f"{hint} its layers are 0-{last}, parts of its names are {', '.join(parts)}".strip()
 
 
-def text_model(model: PreTrainedModel) -> nn.Module | None:
+def text_model(model: nn.Module) -> nn.Module | None:
     """The text model inside a model that also takes images or sound; None if it is all text."""
-    if model.config.get_text_config() is model.config:
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return None
     decoder = model.get_decoder()
     return None if decoder is None or decoder is model else decoder
 
 
-def outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def outside_linears(model: nn.Module) -> list[str]:
+    """The linear layers that no text reaches: packed bases and fp8 leave them as they are."""
+    away = set(map(id, outside_text(model).values()))
+    every = model.named_modules()
+    return [name for name, m in every if isinstance(m, nn.Linear) and id(m.weight) in away]
+
+
+def outside_text(model: Any) -> dict[str, nn.Parameter]:
     """The parameters that no text reaches, by name: towers for images and sound."""
     decoder = text_model(model)
     if decoder is None:

@@ -240,8 +240,9 @@ def _fp8_gradient(linear: Any) -> Unpack:
 
 def _quantize_to_fp8(model: nn.Module, device: torch.device, kept: Collection[str]) -> None:
     from trainkit.models.fp8.base import quantize_to_fp8
+    from trainkit.models.frozen import outside_linears
 
-    quantize_to_fp8(model, device, kept)
+    quantize_to_fp8(model, device, [*kept, *outside_linears(model)])
 
 
 LINEARS: Mapping[str, LinearKind] = {

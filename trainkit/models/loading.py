@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import auto_class, empty_model
 from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
 from trainkit.models.tokenizer import (
@@ -33,6 +33,7 @@ from trainkit.models.tokenizer import (
 )
 from trainkit.models.vocabulary import grow
 from trainkit.options.model import DTYPES, ModelOptions
+from trainkit.parallel.parameters import made_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # seconds of imports, which a tokenizer does not need
@@ -82,7 +83,7 @@ def load_model(
     with explained(source, "model"):
         config = load_config(source)
         unpacked = _unpacked(config, options)
-        quantization = quantization or unpacked
+        quantization = _sparing_towers(quantization, config, source) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
             model = _random(loader, config, dtype, attention, device, load_part, trusted)
@@ -134,6 +135,21 @@ def load_model(
     # Packing is isolated only without a cache, and training never needs one.
     set_use_cache(model.config, False)
     return model
+
+
+def _sparing_towers(quantization: Any, config: PreTrainedConfig, source: ModelOptions) -> Any:
+    """What bitsandbytes is to pack: of a model with a tower, nothing that only sees images."""
+    if quantization is None or config.get_text_config() is config:
+        return quantization
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    from trainkit.models.frozen import outside_linears
+
+    with made_whole():
+        empty = empty_model(config, trust_remote_code=source.trust_remote_code)
+    left = [*get_keys_to_not_convert(empty), *outside_linears(empty)]
+    quantization.llm_int8_skip_modules = left
+    return quantization
 
 
 _DECAYS = frozenset({"A_log", "dt_bias"})

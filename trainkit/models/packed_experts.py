@@ -23,6 +23,7 @@ from trainkit.evaluation_mode import changed
 from trainkit.kernels.experts.function import Packed
 from trainkit.kernels.fp8.function import fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
+from trainkit.models.frozen import outside_linears
 from trainkit.models.linears import expert_parameters, prepare_for_training, read_nf4
 from trainkit.models.swap import subclass_of
 
@@ -43,7 +44,7 @@ def quantize_to_nf4(
     """
     import bitsandbytes as bnb
 
-    head, stay = model.get_output_embeddings(), {*kept, *ROUTERS}
+    head, stay = model.get_output_embeddings(), {*kept, *ROUTERS, *outside_linears(model)}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if type(module) is not nn.Linear or module is head or last in stay or name in stay:

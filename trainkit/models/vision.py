@@ -1,8 +1,9 @@
 """The parts of a model that see images: which train, and how they are called.
 
 A rank whose batch has no image would not call the tower, and its gradients would wait for one that
-never comes. Where tower or projector train, such a batch shows them the smallest image there is and
-takes none of its features: the same modules run everywhere, and their gradients are zeros.
+never comes; so would the other ranks, for its part of a sharded weight. Where tower or projector
+train or weights are sharded, such a batch shows them the smallest image there is and takes none of
+its features: the same modules run everywhere, and their gradients are zeros.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainkit.auto_class import without_adapters
 from trainkit.errors import ModelError
 from trainkit.models.attention import NAME
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
+from trainkit.models.linears import num_weights
 from trainkit.options.vision import VISION, why_unserved
 
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -30,11 +33,11 @@ TOWER_ATTENTION = "sdpa"
 
 
 def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.Parameter]:
-    outside = outside_text(model)
-    chosen: set[int] = set()
+    outside, chosen = outside_text(model), set[int]()
     for part in train:
         if part != "text":
-            chosen |= {id(parameter) for parameter in _part(model, part)}
+            refuse_no_parts(model, f"model.train: {part}")
+            chosen |= set(map(id, parts_of(model)[part]))
     for name, parameter in model.named_parameters():
         is_trained = id(parameter) in chosen if name in outside else "text" in train
         if not is_trained:
@@ -42,23 +45,69 @@ def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.P
     return {name: each for name, each in outside.items() if id(each) not in chosen}
 
 
-def _part(model: PreTrainedModel, part: str) -> list[nn.Parameter]:
+def refuse_no_parts(model: PreTrainedModel, value: str) -> None:
     model_type = model.config.model_type
-    family = VISION.get(model_type)
-    if family is None:
+    if model_type not in VISION:
         raise ModelError(
-            f"model.train: {part} names a part of a model that sees images: {model_type}: "
+            f"{value} names a part of a model that sees images: {model_type}: "
             f"{why_unserved(model_type)}",
-            where="model.train",
+            where=value.partition(":")[0],
             fix="remove it",
         )
-    modules = [model.base_model.get_submodule(name) for name in family.projector]
-    projector = [parameter for module in modules for parameter in module.parameters()]
-    if part == "projector":
-        return projector
-    inside = {id(parameter) for parameter in projector}
-    tower = model.base_model.get_submodule(family.tower)
-    return [each for each in tower.parameters() if id(each) not in inside]
+
+
+def parts_of(model: Any) -> dict[str, list[nn.Parameter]]:
+    """The parameters of projector, tower and text model, adapters with them, in this order."""
+    inner = without_adapters(model).base_model
+    family, found, taken = VISION.get(inner.config.model_type), {}, set[nn.Parameter]()
+    modules: dict[str, list[Any]] = {"text": [model]}
+    if family is not None:
+        seeing = {"projector": family.projector, "vision": (family.tower,)}
+        modules = {part: [*map(inner.get_submodule, seeing[part])] for part in seeing} | modules
+    for part, those in modules.items():
+        every = dict.fromkeys(each for module in those for each in module.parameters())
+        found[part] = [each for each in every if each not in taken]
+        taken |= every.keys()
+    return found
+
+
+def ratio_by_part(
+    model: Any, ratios: Mapping[str, float]
+) -> Callable[[nn.Parameter], float | None]:
+    """Each parameter's learning rate over the recipe's, where its part has one of its own.
+
+    Raises:
+        ModelError: a part is not there, or nothing of it trains.
+    """
+    known: dict[nn.Parameter, float] = {}
+    parts = parts_of(model) if ratios else {}
+    for part, ratio in ratios.items():
+        if part != "text":
+            refuse_no_parts(without_adapters(model), f"model.lr_ratios: {part}")
+        trained = [each for each in parts[part] if each.requires_grad]
+        if not trained:
+            raise ModelError(
+                f"nothing of the {part} trains, so it has no learning rate",
+                where=f"model.lr_ratios.{part}",
+                fix="remove it",
+            )
+        known |= dict.fromkeys(trained, ratio)
+    return known.get
+
+
+def describe_parts(
+    model: Any, ratios: Mapping[str, float], learning_rate: float
+) -> dict[str, dict[str, float]]:
+    """The parts of which something trains: how many ``parameters``, at which ``learning_rate``."""
+    sizes = {
+        part: sum(num_weights(each) for each in parameters if each.requires_grad)
+        for part, parameters in reversed(parts_of(model).items())
+    }
+    return {
+        part: {"parameters": size, "learning_rate": learning_rate * ratios.get(part, 1.0)}
+        for part, size in sizes.items()
+        if size
+    }
 
 
 class Sight:
@@ -67,13 +116,14 @@ class Sight:
     Attributes:
         is_everywhere: every batch calls the modules that see, where they train; set when training
             begins, since what is proved before looks at tokens alone.
+        is_sharded: ranks hold parts of weights, so batches of evaluations do, too, trained or not.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.family = VISION[model.config.model_type]
         self.config = model.config
         self.base = base = model.base_model
-        self.is_everywhere = self._is_blank = False
+        self.is_everywhere = self.is_sharded = self._is_blank = False
         implementation = str(self.config.get_text_config()._attn_implementation)
         if self.family.sees_ahead and implementation not in (NAME, "sdpa", "eager"):
             raise ModelError(
@@ -81,8 +131,7 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        self._parts = [base.get_submodule(name) for name in (self.family.tower, *_outer(model))]
-        for module in self._parts[0].modules():
+        for module in base.get_submodule(self.family.tower).modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = TOWER_ATTENTION
         self._inner: Callable[..., Any] = base.get_image_features
@@ -93,7 +142,8 @@ class Sight:
     @property
     def trains(self) -> bool:
         """Whether something that sees images has gradients, adapters included."""
-        return any(p.requires_grad for part in self._parts for p in part.parameters())
+        parts = map(self.base.get_submodule, (self.family.tower, *self.family.projector))
+        return any(each.requires_grad for part in parts for each in part.parameters())
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,11 +151,11 @@ class Sight:
         self._is_blank = False
         if kwargs.get("pixel_values") is not None:
             return (args, {**kwargs, "attention_mask": self._masks(kwargs)}) if self.ahead else None
-        wanted = self.is_everywhere and module.training and torch.is_grad_enabled()
-        if not wanted or not self.trains:
+        trains = module.training and torch.is_grad_enabled() and self.trains
+        if not self.is_everywhere or not (trains or self.is_sharded):
             return None
         self._is_blank = True
-        device = next(self._parts[0].parameters()).device
+        device = next(self.base.parameters()).device
         blank = {name: each.to(device) for name, each in self.blank.items()}
         return args, {**kwargs, **blank}
 
@@ -178,9 +228,3 @@ class Sight:
             "pixel_values": torch.zeros(1, 3, side, side),
             "image_sizes": torch.tensor([[side, side]]),
         }
-
-
-def _outer(model: PreTrainedModel) -> tuple[str, ...]:
-    """Projectors that are not inside the tower."""
-    family = VISION[model.config.model_type]
-    return tuple(name for name in family.projector if not name.startswith(f"{family.tower}."))

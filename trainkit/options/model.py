@@ -180,6 +180,13 @@ class ModelOptions(Section):
         description="The parts of a model for images that train, without adapters: text, the "
         "projector of what the tower sees, and vision, the tower itself.",
     )
+    lr_ratios: Annotated[
+        dict[Literal["text", "projector", "vision"], float], OnResume(OTHER_STATE)
+    ] = Field(
+        default_factory=dict,
+        description="Learning rates of these parts over training.learning_rate, as {vision: 0.1}; "
+        "with adapters, of theirs.",
+    )
     add_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None,
         description="Tokens to add to the vocabulary, a list or a text file with one a line; each "
@@ -210,6 +217,19 @@ class ModelOptions(Section):
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with the model. Off unless you trust it."
     )
+
+    @field_validator("lr_ratios")
+    @classmethod
+    def _are_ratios(cls, value: dict[str, float]) -> dict[str, float]:
+        for part, ratio in value.items():
+            if not 1e-3 <= ratio <= 1e3:
+                raise broken_rule(
+                    f"model.lr_ratios.{part}",
+                    f"{ratio:g} is no factor of training.learning_rate; it is 0.001 to 1000",
+                    "0.1 trains it at a tenth of the rate; a part that is to stay as it is has no "
+                    "place in model.train",
+                )
+        return value
 
     @property
     def adds_tokens(self) -> bool:
@@ -418,6 +438,11 @@ class LoraOptions(Section):
         None, ge=1, le=16_384, description="Rank of the experts' adapters, where not r."
     )
     exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
+    vision: bool = Field(
+        False,
+        description="all-linear takes the tower and the projector of a model for images, too; most "
+        "servers read such adapters only once they are merged.",
+    )
     quantize: Quantized | None = Field(
         None,
         description="nf4 keeps the frozen base in 4 bits (QLoRA); int8 in 8 (LLM.int8); fp8 in 8, "
@@ -482,6 +507,12 @@ class LoraOptions(Section):
                     f"{key} reads the base's own weights, and they are {self.quantize} codes",
                     f"remove lora.{key}, or lora.quantize",
                 )
+        if self.vision and self.target_modules != ALL_LINEAR:
+            raise broken_rule(
+                "lora.vision",
+                "it says what all-linear takes, and target_modules names its own",
+                "remove it: names are looked for in the tower and the projector anyway",
+            )
         if self.saved_lr_ratio is not None and self.lora_plus_ratio is not None:
             raise broken_rule(
                 "lora.saved_lr_ratio",

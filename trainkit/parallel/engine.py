@@ -308,10 +308,6 @@ class Engine:
         """Where weights go as they are loaded; None leaves it to the engine."""
         return device
 
-    def loading_whole(self) -> AbstractContextManager[None]:
-        """Within, a model is loaded whole, also where weights are sharded as they are loaded."""
-        return nullcontext()
-
     def gathering(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within, a model that no engine has wrapped yet can run, its weights sharded or not."""
         del model

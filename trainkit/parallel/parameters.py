@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
+
+from trainkit.evaluation_mode import changed
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +17,12 @@ if TYPE_CHECKING:
 def num_elements(parameter: nn.Parameter) -> int:
     """Elements of the full parameter; ZeRO-3 leaves an empty one behind between uses."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def made_whole() -> AbstractContextManager[None]:
+    """Within, transformers makes models whole; under ZeRO-3 it would shard them or their parts."""
+    known = sys.modules.get("transformers.integrations.deepspeed")
+    return changed([] if known is None else [(known, "_hf_deepspeed_config_weak_ref", None)])
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trainkit.options import (
     TaskOptions,
     broken_rule,
 )
-from trainkit.options.model import LORA_OPS, ROUTER_LOSSES
+from trainkit.options.model import ALL_LINEAR, LORA_OPS, ROUTER_LOSSES
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import Combination
 from trainkit.options.section import ask, nearest
@@ -93,7 +93,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        for rules in (_of_models, _of_preferences, _of_distillation, _of_measurements, _of_steps):
+        rates = (_of_models, _of_rates)
+        for rules in (*rates, _of_preferences, _of_distillation, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
         for refusal in refusals(self._combination()):
@@ -180,12 +181,6 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
                 f"{op} is a kernel of adapters, and the recipe has no lora section",
                 f"remove it, or write kernels.{op}: false",
             )
-    if lora is not None and (model.frozen or model.train != ["text"]):
-        yield (
-            "model.frozen" if model.frozen else "model.train",
-            "with adapters the model's own weights are frozen anyway, those that see images too",
-            "remove it; lora.exclude_modules leaves layers without adapters",
-        )
     fused = "linear_cross_entropy"
     fuses_loss = kernels.get(fused, True) if isinstance(kernels, dict) else kernels
     if model.loss_chunk_tokens is not None and not fuses_loss:
@@ -240,6 +235,49 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
             "group_by_length needs the lengths of all samples, which streaming does not know",
             "remove one of the two",
         )
+
+
+def _of_rates(recipe: Recipe) -> Iterator[Broken]:
+    """What trains, and how fast."""
+    model, lora, training = recipe.model, recipe.lora, recipe.training
+    if lora is not None and (model.frozen or model.train != ["text"]):
+        yield (
+            "model.frozen" if model.frozen else "model.train",
+            "with adapters the model's own weights are frozen anyway, those that see images too",
+            "remove it; lora.exclude_modules leaves layers without adapters",
+        )
+    names = lora is not None and (lora.target_modules != ALL_LINEAR or lora.modules_to_save)
+    sees = lora is not None and lora.vision
+    trained = model.train if lora is None else ["text", *(["projector", "vision"] if sees else [])]
+    for part in () if names else model.lr_ratios.keys() - trained:
+        yield (
+            f"model.lr_ratios.{part}",
+            f"the {part} does not train, so it has no learning rate",
+            f"remove it, or {'add it to model.train' if lora is None else 'set lora.vision: true'}",
+        )
+    name = optimizer_row(training.get("optim")).name
+    rate = training.get("learning_rate", 5e-5)
+    if rate == 0:
+        yield (
+            "training.learning_rate",
+            "with a learning rate of 0 no weight would change",
+            "1.0e-5 is usual for all weights, 1.0e-4 for adapters; trainkit eval measures without "
+            "training",
+        )
+    factors = {"training.learning_rate": 1.0}
+    for key in ("lora_plus_ratio", "saved_lr_ratio"):
+        factors[f"lora.{key}"] = getattr(lora, key, None) or 0.0
+    factors |= {f"model.lr_ratios.{part}": each for part, each in model.lr_ratios.items()}
+    for key, factor in factors.items():
+        value = rate * factor
+        if value > 1 and name != "sgd":  # an exponent's sign was lost; sgd's steps are gradients
+            yield (
+                key,
+                f"a learning rate of {value:g} moves each weight by more than its own size a "
+                "step; it is at most 1",
+                "1.0e-5 is usual for all weights, 1.0e-4 for adapters; only training.optim: sgd "
+                "takes larger ones",
+            )
 
 
 def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
@@ -449,24 +487,6 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
             "write on_bad_numbers: stop, or remove optim_in_backward",
         )
     name = optimizer_row(training.get("optim")).name
-    rate = training.get("learning_rate", 5e-5)
-    if rate == 0:
-        yield (
-            "training.learning_rate",
-            "with a learning rate of 0 no weight would change",
-            "1.0e-5 is usual for all weights, 1.0e-4 for adapters; trainkit eval measures without "
-            "training",
-        )
-    for key in ("training.learning_rate", "lora.lora_plus_ratio", "lora.saved_lr_ratio"):
-        value = rate * (getattr(lora, key[5:], None) or 0 if key.startswith("lora") else 1)
-        if value > 1 and name != "sgd":  # an exponent's sign was lost; sgd's steps are gradients
-            yield (
-                key,
-                f"a learning rate of {value:g} moves each weight by more than its own size a "
-                "step; it is at most 1",
-                "1.0e-5 is usual for all weights, 1.0e-4 for adapters; only training.optim: sgd "
-                "takes larger ones",
-            )
     if (decay := training.get("weight_decay", 0.0)) > 1 and "lion" not in name:
         yield (
             "training.weight_decay",

@@ -27,6 +27,7 @@ from trainkit.auto_class import without_adapters
 from trainkit.data.template import leave_memory_alone
 from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.kernels import ahead
+from trainkit.models.vision import describe_parts
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
 from trainkit.parallel import ProcessRank
@@ -267,9 +268,21 @@ def _build(run: Run) -> None:
         if run.process.is_main:
             run.directory.write_json(run.directory.kernels, {error.part: error.rows})
         raise
+    parts = {}
+    if run.data.num_images:
+        parts = describe_parts(built.model, recipe.model.lr_ratios, args.learning_rate)
+        record["parts"] = parts
     if run.process.is_main:
         run.directory.write_json(run.directory.kernels, record)
         console.note(built.describe())
+        if parts:
+            each = "{} {parameters:,} weights at {learning_rate:.3g}"
+            console.note("trained: " + ", ".join(each.format(x, **parts[x]) for x in parts))
+        if built.adapters is not None and parts.keys() - {"text"}:
+            console.warn(
+                "adapters see images: most servers ignore those of tower and projector (vLLM does "
+                "without --enable-tower-connector-lora); what trainkit merge writes has them"
+            )
         if built.adapters is not None:
             from trainkit.lora.report import merge_warning
 

@@ -215,13 +215,14 @@ MOST_LOOKED_AT = 1000
 
 
 class SeeImages(Hook):
-    """From the first step on, every batch calls the modules that see images, where they train."""
+    """From the first step on, every batch calls the modules that see images, where it must."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """After the proofs that look at tokens alone, and one that looks at an image."""
         if loop.run.recipe.data.packing:
             self._prove_apart(loop)
-        without_adapters(loop.model).base_model.sight.is_everywhere = True
+        sight = without_adapters(loop.model).base_model.sight
+        sight.is_everywhere, sight.is_sharded = True, not loop.engine.holds_whole_model
 
     def _prove_apart(self, loop: LoopState) -> None:
         from trainkit.models.leak_test import image_leak_test

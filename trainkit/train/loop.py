@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import TrainerState, get_scheduler
 
+from trainkit.models.vision import ratio_by_part
 from trainkit.objectives.objective import BatchCounts, Step, take_counts, take_sample_ids
 from trainkit.parallel.engine import Training
 from trainkit.train.checkpoints import TRAINER_STATE, read_weights
@@ -237,6 +238,7 @@ class Loop(LoopState):
             self.args,
             lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
             saved_lr_ratio=recipe.lora.saved_lr_ratio if recipe.lora else None,
+            part_ratio=ratio_by_part(model, recipe.model.lr_ratios),
             in_backward=recipe.optim_in_backward,
             keeps_masters=recipe.model.master_weights,
             engine_keeps_masters=engine.keeps_masters,

@@ -40,6 +40,7 @@ from trainkit.models.vision import Sight, choose_parts
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.parallel.engine import Engine
+from trainkit.parallel.parameters import made_whole
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.choice import Fp8Choice
@@ -241,7 +242,7 @@ def _loaded(
 
         quantize = lora.quantize
         quant.refuse_unfit_device(quantize, device)
-        with engine.loading_whole():
+        with made_whole():
             empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
             quant.refuse_read_weights(empty, quantize)
             packs = packed_kind(quantize).packs_experts and lora.quantize_experts
@@ -254,7 +255,7 @@ def _loaded(
                 fix="set parallel.shard: zero2 or none; or remove lora.quantize",
             )
         if packed_kind(quantize).convert is not None:
-            return quant.packed_base(source, lora, fp8, device, attention, engine.loading_whole)
+            return quant.packed_base(source, lora, fp8, device, attention)
         if packs_experts:
             return quant.base_with_packed_experts(source, lora, device, attention), None
         quantization = quantization_config(quantize, dtype_of(source))

@@ -170,18 +170,21 @@ def parameter_groups(
     learning_rate: float,
     lora_plus_ratio: float | None,
     saved_lr_ratio: float | None = None,
+    part_ratio: Callable[[nn.Parameter], float | None] = lambda _: None,
     options_of: Callable[[nn.Parameter], Mapping[str, Any]] = lambda _: {},
 ) -> list[dict[str, Any]]:
     """Trained parameters in groups: with and without weight decay, and those with other rates.
 
     With ``lora_plus_ratio`` LoRA's B matrices learn so many times faster (LoRA+, arXiv:2402.12354),
-    with ``saved_lr_ratio`` modules that are saved whole.
+    with ``saved_lr_ratio`` modules that are saved whole; ``part_ratio`` multiplies either.
     """
     ratios = {".lora_B.": lora_plus_ratio, ".modules_to_save.": saved_lr_ratio}
     groups: dict[tuple[bool, float | None, tuple[Any, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             ratio = next((ratio for part, ratio in ratios.items() if part in name), None)
+            if (of_part := part_ratio(parameter)) is not None:
+                ratio = of_part * (1.0 if ratio is None else ratio)
             own = tuple(options_of(parameter).items())
             groups.setdefault((name in decay_names, ratio, own), []).append(parameter)
     return [
@@ -231,6 +234,7 @@ def make_optimizer(
     *,
     lora_plus_ratio: float | None = None,
     saved_lr_ratio: float | None = None,
+    part_ratio: Callable[[nn.Parameter], float | None] = lambda _: None,
     in_backward: bool = False,
     keeps_masters: bool = True,
     engine_keeps_masters: bool,
@@ -243,6 +247,7 @@ def make_optimizer(
         args: what transformers reads.
         lora_plus_ratio: see `parameter_groups`.
         saved_lr_ratio: likewise.
+        part_ratio: likewise.
         in_backward: each parameter steps in the backward pass.
         keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
@@ -267,6 +272,7 @@ def make_optimizer(
         learning_rate=args.learning_rate,
         lora_plus_ratio=lora_plus_ratio,
         saved_lr_ratio=saved_lr_ratio,
+        part_ratio=part_ratio,
         options_of=options_of,
     )
     if num_ranks > 1 and averages_gradients(row.name, in_backward):

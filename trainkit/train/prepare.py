@@ -108,7 +108,7 @@ def prepare(run: Run, ledger: Path) -> None:
     run.tokenizer.chat_template = template
     run.data = data = _read_data(run, ledger)
     _refuse_no_batch(recipe, data, layout)
-    _refuse_images(recipe, data, layout)
+    _refuse_images(recipe, data)
     for note in (data.headline, *data.notes):
         console.note(visible(note))
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
@@ -183,25 +183,23 @@ def _refuse_no_batch(recipe: Recipe, data: RunData, layout: Layout) -> None:
     )
 
 
-def _refuse_images(recipe: Recipe, data: RunData, layout: Layout) -> None:
+def _refuse_images(recipe: Recipe, data: RunData) -> None:
     """What rows with images have not been trained with, and parts that only they would train."""
     if not data.num_images:
-        if recipe.model.train != ["text"]:
+        has_adapters = recipe.lora is not None and recipe.lora.vision
+        if has_adapters or recipe.model.train != ["text"]:
+            parts = ", ".join(recipe.model.train)
+            key, value = ("lora.vision", "true") if has_adapters else ("model.train", parts)
             raise RecipeError(
-                f"model.train: {', '.join(recipe.model.train)}: what sees images trains on images, "
-                "and no row has any",
-                where="model.train",
+                f"{key}: {value}: what sees images trains on images, and no row has any",
+                where=key,
                 fix="remove it, or give rows with images",
             )
         return
-    parallel, lora = recipe.parallel, recipe.lora
-    shared = {key: getattr(parallel, key) for key in ("sequence", "tensor", "pipeline")}
+    shared = {key: getattr(recipe.parallel, key) for key in ("sequence", "tensor", "pipeline")}
     compiles = next((key for key in COMPILES if recipe.training.get(key)), None)
     untried = {
-        "parallel.shard": not layout.engine.holds_whole_model and parallel.shard,
         **{f"parallel.{key}": size > 1 and size for key, size in shared.items()},
-        "lora.quantize": lora is not None and lora.quantize,
-        "model.fp8": recipe.model.fp8,
         f"training.{compiles}": compiles,
     }
     for key, value in untried.items():

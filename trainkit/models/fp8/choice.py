@@ -38,6 +38,7 @@ from trainkit.errors import ModelError
 from trainkit.kernels.fp8.function import fits_fp8
 from trainkit.models.fp8.savings import Saving
 from trainkit.models.fp8.trained import swap_in
+from trainkit.models.frozen import outside_linears
 from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import ALL, Fp8Options
@@ -328,7 +329,7 @@ def find_candidates(
     head = None if get_head is None else get_head()
     layers: dict[str, nn.Linear] = {}
     kept: dict[str, int] = {}
-    unused, names = dict.fromkeys(options.skip), []
+    unused, names, away = dict.fromkeys(options.skip), [], set(outside_linears(model))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or plain_class(module) is not nn.Linear:
             if number := _num_other_matrices(module):
@@ -341,6 +342,8 @@ def find_candidates(
         reason = "named in skip" if skipped else _why_not(name, module, head, options, frozen)
         if ends_in(name, whole):
             reason = "trained whole (modules_to_save)"
+        if name in away:
+            reason = "sees images"
         if reason:
             kept[reason] = kept.get(reason, 0) + 1
         else:

@@ -18,7 +18,7 @@ from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import PatchError
 from trainkit.models.linears import kind_of
 from trainkit.models.swap import plain_class
-from trainkit.parallel.parameters import where_it_computes
+from trainkit.parallel.parameters import made_whole, where_it_computes
 
 _PER_TOKEN = re.compile(
     r"(num_experts_per_tok(en)?|moe_top_?k|moe_k|num_selected_experts|top_k_experts)"
@@ -142,7 +142,8 @@ def make_replica(
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
         text.pad_token_id = 0
     config._attn_implementation = "sdpa" if causal_lm._supports_sdpa else "eager"
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with made_whole(), drawing, device:
         torch.manual_seed(0)
         replica: PreTrainedModel = plain_class(causal_lm)(config)
         for name, parameter in replica.named_parameters():

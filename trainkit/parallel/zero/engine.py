@@ -297,18 +297,6 @@ class DeepSpeed(Engine):
         return None if self.shards_weights else device
 
     @contextmanager
-    def loading_whole(self) -> Iterator[None]:
-        """Under ZeRO-3 transformers shards while it loads, if it knows of the configuration."""
-        from transformers.integrations import deepspeed as known
-
-        configuration = known._hf_deepspeed_config_weak_ref
-        known.unset_hf_deepspeed_config()
-        try:
-            yield
-        finally:
-            known._hf_deepspeed_config_weak_ref = configuration
-
-    @contextmanager
     def gathering(self, model: nn.Module) -> Iterator[None]:
         """Under ZeRO-3 the layers of a stack are gathered one by one, what is outside for long.
 
