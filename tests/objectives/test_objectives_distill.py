@@ -202,6 +202,26 @@ def test_what_a_teacher_has_written_is_as_good_as_the_teacher(places):
             assert one is other is None or one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.parametrize("shard", ["zero3", "fsdp2"])
+def test_a_teacher_is_whole_next_to_weights_that_are_sharded(shard, places):
+    asks = ["distill={teacher: teacher, sft_weight: 0.1}", "data.train=[asked.jsonl]"]
+    asks += ["data.eval=[asked.jsonl]", "data.cache_dir=other"]
+    batch = "training.per_device_train_batch_size"
+    found = []
+    for run, given, ranks in (
+        ("alone", [f"{batch}=2"], {}),
+        ("spread", [f"{batch}=1", f"parallel.shard={shard}"], {"num_ranks": 2}),
+    ):
+        said = trainkit(places, "sft", "r.yaml", "--output-dir", run, *asks, *given, **ranks)
+        assert said.code == 0, said.err
+        keys = ("loss", "eval_loss", "distill/agreement")
+        found.append([tuple(map(row.get, keys)) for row in logged(places / run)])
+    assert len(found[0]) >= 4
+    for mine, theirs in zip(*found, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one is other is None or one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_all_tokens_that_are_not_stored_are_one_outcome(kind):
     torch.manual_seed(0)
@@ -271,7 +291,7 @@ BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objecti
         ({"distill": {"temperature": 2.0}}, "distill.temperature"),
         ({"distill": {"teacher": "t", "jsd_share": 0.3}}, "distill.jsd_share"),
         ({"objective": "sft", "distill": {"teacher": "t"}}, "distill"),
-        ({"parallel": {"shard": "zero3"}}, "objective"),
+        ({"parallel": {"tensor": 2, "shard": "zero1"}}, "objective"),
         ({"training": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor"),
         ({"preference": {"beta": 0.2}}, "preference"),
     ],

@@ -177,14 +177,6 @@ BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objecti
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (
-            {
-                "lora": None,
-                "preference": {"precompute_reference": False},
-                "model": {"name_or_path": "m", "fp8": True},
-            },
-            "precompute_reference",
-        ),
         ({"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights"),
         ({"lora": {"quantize": "fp8"}, "model": {"name_or_path": "m", "fp8": True}}, "objective"),
         ({"parallel": {"pipeline": 2}}, "objective"),

@@ -212,12 +212,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
-        lambda one: one.objective == "distill" and one.shard not in ("none", "zero1", "zero2"),
-        "a teacher next to weights that are sharded has not been held against one process",
-        "set parallel.shard: zero2, or none",
-    ),
-    Refusal(
-        "objective",
         lambda one: (
             one.objective == "distill"
             and (one.tensor > 1 or one.optim_in_backward or one.computes_fp8)

@@ -343,12 +343,6 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
                 f"it is of {' and '.join(of)}, and the objective is {objective}",
                 "remove it",
             )
-    if recipe.asks_reference == "second model" and recipe.model.fp8:
-        yield (
-            "preference.precompute_reference",
-            "the second model would be asked in bf16, and the one that trains answers in fp8",
-            "remove it, or model.fp8",
-        )
     if objective in REFERRING and lora is not None and lora.changes_base:
         yield (
             "lora.init_lora_weights",
