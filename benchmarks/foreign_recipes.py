@@ -7,7 +7,6 @@ with a number that is not the tool's own for the example, by axolotl's schema, L
 TRL's dataclasses, or the keywords of the calls before a script's training.
 """
 
-import argparse
 import ast
 import collections
 import contextlib
@@ -27,8 +26,6 @@ from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.translate.engine import translate
 
-NOT_INSTALLED = ("omegaconf", "addict")
-
 
 def examples(clones: Path) -> Iterator[tuple[str, Path, str | None]]:
     """The tool, the file, and the text of a command that is inside another file."""
@@ -40,8 +37,7 @@ def examples(clones: Path) -> Iterator[tuple[str, Path, str | None]]:
     for file in sorted((clones / "trl").rglob("*.*")):
         if file.suffix == ".md" or (file.suffix == ".py" and "scripts" in file.parts):
             text = file.read_text(encoding="utf-8")
-            for command in commands(text, file.suffix == ".py"):
-                yield "TRL", file, command
+            yield from (("TRL", file, each) for each in commands(text, file.suffix == ".py"))
             if file.suffix == ".py" and "examples" in file.parts and "Trainer(" in text:
                 yield "TRL", file, None
     for file in sorted((clones / "trl/examples/notebooks").glob("*.ipynb")):
@@ -61,15 +57,12 @@ def commands(text: str, is_code: bool) -> list[str]:
         blocks = text.split("\n\n")
     else:
         blocks = re.findall(r"```(?:bash|shell|sh)?\n(.*?)```", text, re.S)
+    pattern = r"\s*(\w+=\S+ )*(hf jobs|accelerate|python|trl (?!env|vllm)|torchrun|uv run)"
     found = []
     for block in blocks:
         joined = re.sub(r"^[$#].*|^\s*\w[\w ,.:]*:$", "", block, flags=re.M)
-        for line in re.sub(r"\\\s*\n", " ", joined).split("\n"):
-            if re.match(
-                r"\s*(\w+=\S+ )*(hf jobs|accelerate|python|trl (?!env|vllm)|torchrun|uv run)",
-                line,
-            ):
-                found += [line.strip()] if "--" in line else []
+        lines = re.sub(r"\\\s*\n", " ", joined).split("\n")
+        found += [line.strip() for line in lines if re.match(pattern, line) and "--" in line]
     return found
 
 
@@ -146,6 +139,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         if cfg.get("warmup_ratio") is None and cfg.get("max_steps"):
             warmup = min(int(0.03 * cfg["max_steps"]), 100)
     warmup = 2 if warmup == 1 else warmup
+    whole = cfg.get("train_on_inputs") or cfg.get("pretraining_dataset")
     found = {
         "training.learning_rate": float(cfg["learning_rate"]),
         "training.per_device_train_batch_size": micro,
@@ -162,25 +156,20 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         "lora.quantize": quantized(cfg, "load_in_4bit", "load_in_8bit"),
         "is_lora": bool(cfg.get("adapter")),
         "is_sharded": bool(cfg.get("fsdp") or cfg.get("fsdp_config") or cfg.get("deepspeed")),
-        "data.mask": "none"
-        if cfg.get("train_on_inputs") or cfg.get("pretraining_dataset")
-        else "assistant",
+        "data.mask": "none" if whole else "assistant",
     }
     if int(cfg.get("tensor_parallel_size") or 1) > 1 and cfg.get("fsdp_config"):
         ranks = int(cfg.get("dp_shard_size") or 1) * int(cfg.get("dp_replicate_size") or 1)
-        found["global_batch_size"] = (
-            micro * found.pop("training.gradient_accumulation_steps") * ranks
-        )
+        ranks *= found.pop("training.gradient_accumulation_steps")
+        found["global_batch_size"] = micro * ranks
     if cfg["optimizer"] in ("muon", "adamw_torch_4bit") or cfg.get("load_in_8bit"):
         found["is_sharded"] = False  # optimizers that only whole weights fit, and codes in int8
     sharding = cfg.get("fsdp_config") or {}
-    found["training.gradient_checkpointing"] |= bool(
-        sharding.get("activation_checkpointing") or sharding.get("fsdp_activation_checkpointing")
-    )
+    for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
+        found["training.gradient_checkpointing"] |= bool(sharding.get(key))
     if not cfg.get("cosine_min_lr_ratio"):
-        found["training.lr_scheduler_type"] = str(
-            getattr(cfg["lr_scheduler"], "value", cfg["lr_scheduler"])
-        )
+        named = cfg["lr_scheduler"]
+        found["training.lr_scheduler_type"] = str(getattr(named, "value", named))
         if found["training.lr_scheduler_type"] == "constant":
             found.pop("training.warmup_steps")
     if cfg.get("adapter") and cfg.get("load_in_4bit"):
@@ -416,32 +405,24 @@ def differ(recipe: Any, wanted: dict[str, Any]) -> list[str]:
         mine, value = ours(recipe, key), given
         if key == "training.lr_scheduler_type":
             mine, value = (str(getattr(each, "value", each)) for each in (mine, given))
-        same = abs(float(mine) - float(value)) < 1e-12 if _numbers(mine, value) else mine == value
+        same = mine == value
+        with contextlib.suppress(TypeError, ValueError):
+            same = abs(float(mine) - float(value)) < 1e-12
         if not same:
             wrong.append(f"{key}: {mine} for {value}")
     return wrong
 
 
-def _numbers(*values: Any) -> bool:
-    try:
-        return all(v is not None and float(v) is not None for v in values)
-    except (TypeError, ValueError):
-        return False
-
-
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("clones", type=Path)
-    parser.add_argument("--list", action="store_true", help="each example with its outcome")
-    options = parser.parse_args()
-    sys.path[:0] = [str(options.clones / "axolotl/src"), str(options.clones / "LLaMA-Factory/src")]
-    for name in NOT_INSTALLED:
+    clones, lists = Path(sys.argv[1]).resolve(), "--list" in sys.argv
+    sys.path[:0] = [str(clones / "axolotl/src"), str(clones / "LLaMA-Factory/src")]
+    for name in ("omegaconf", "addict"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    CLONES.append(options.clones.resolve())
+    CLONES.append(clones)
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for tool, file, command in examples(options.clones.resolve()):
+    for tool, file, command in examples(clones):
         result, why, recipe = outcome(file, command)
         checked = {}
         if recipe is not None:
@@ -456,8 +437,8 @@ def main() -> None:
         counts[tool][result] += 1
         for part in why.split("; ") if result != "translated" else []:
             reasons[f"{tool}: {result}"][re.sub(r"^.*? \(|\)$", "", part)[:90]] += 1
-        if options.list or (recipe is not None and why):
-            print(tool, file.relative_to(options.clones.resolve()), result, why[:300], sep=" | ")
+        if lists or (recipe is not None and why):
+            print(tool, file.relative_to(clones), result, why[:300], sep=" | ")
     columns = ("translated", "wrong", "checked", "refused", "another kind", "not one training")
     print("| tool | files |", " | ".join(columns), "|")
     for tool, count in counts.items():

@@ -10,6 +10,7 @@ theirs that are none of ours.
 import ast
 import contextlib
 import io
+import json
 import re
 import sys
 import tempfile
@@ -24,21 +25,25 @@ from benchmarks.foreign_prompts import Placeholders, chat, ours, tokenizer, unsl
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.translate.engine import translate
+from trainkit.recipe.translate.read import cells
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
-TEXTS = ("instruction", "input", "output", "text", "problem", "task", "expected_output")
+TEXTS = ("instruction", "input", "output", "text", "problem", "task", "expected_output", "title")
+TEXTS += ("user_content", "tool_name")
 SPOKEN = {"user": "human", "assistant": "gpt", "system": "system"}
 
 
-def rows(path: str) -> list[dict[str, Any]]:
+def rows(path: str, thinks: bool) -> list[dict[str, Any]]:
     """Sixty, with conversations in either form."""
     made = []
     for n in range(60):
         turns = chat(n)
         row: dict[str, Any] = {name: f"{name} {n}" for name in TEXTS}
-        row |= {"messages": turns, "expected_answer": str(n), "tools": None}
+        messages = [{**turn, "thinking": f"hm {n}"} for turn in turns] if thinks else turns
+        row |= {"messages": messages, "expected_answer": str(n), "tools": None}
+        row["tool_arguments"] = json.dumps({"query": f"<{n}>"})
         row["generated_solution"] = f"<think>\nwhy {n}\n</think>\n\nso {n}"
         row["conversations"] = [
             {"from": SPOKEN[turn["role"]], "value": turn["content"]} for turn in turns
@@ -49,7 +54,7 @@ def rows(path: str) -> list[dict[str, Any]]:
     return made
 
 
-class Reached(Exception):
+class Reached(BaseException):
     """The trainer is made."""
 
 
@@ -64,8 +69,10 @@ def standardized(given: Any, *_: Any, **__: Any) -> Any:
     return given.map(plain) if "from" in given[0]["conversations"][0] else given
 
 
-def texts_of(code: str, templates: dict[str, str]) -> tuple[Any, list[str]]:
+def texts_of(file: Path, templates: dict[str, str], template: str | None) -> tuple[Any, list[str]]:
     """The tokenizer and the texts that reach the trainer; the code is run up to it."""
+    code = file.read_text(encoding="utf-8")
+    code = cells(file, code) if file.suffix == ".ipynb" else code
     tok = tokenizer("<|im_end|>")
     tok.chat_template = TEMPLATE
     caught: dict[str, Any] = {}
@@ -82,7 +89,7 @@ def texts_of(code: str, templates: dict[str, str]) -> tuple[Any, list[str]]:
         return given
 
     def load(path: str, *_: Any, split: str = "", **__: Any) -> Any:
-        made = datasets.Dataset.from_list(rows(path))
+        made = datasets.Dataset.from_list(rows(path, "trl" in file.parts))
         return made if split else datasets.DatasetDict(train=made)
 
     import unsloth
@@ -93,21 +100,21 @@ def texts_of(code: str, templates: dict[str, str]) -> tuple[Any, list[str]]:
     unsloth.UnslothTrainer = trainer
     theirs.get_chat_template = templated
     theirs.standardize_sharegpt = theirs.standardize_data_formats = standardized
-    tok.tokenizer, names = tok, {"__name__": "notebook"}
+    tok.tokenizer, names = tok, {"__name__": "__main__", "__file__": str(file)}
     with (
         patch("datasets.load_dataset", load),
         patch("trl.SFTTrainer", trainer),
         patch("trl.SFTConfig", dict),
         patch("transformers.TrainingArguments", dict),
         patch("datasets.Dataset.select", lambda self, *_, **__: self),
+        patch("datasets.Dataset.train_test_split", lambda self, **_: {"train": self}),
+        patch("transformers.AutoModelForCausalLM.from_pretrained", MagicMock()),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(Reached),
     ):
         for part in ast.parse(code).body:
             try:
                 exec(compile(ast.Module([part], []), "notebook", "exec"), names)
-            except Reached:
-                raise
             except Exception as error:  # a look at rows, or what only a GPU does
                 caught["error"] = f"{type(error).__name__}: {error}"
     if "train_dataset" not in caught:
@@ -115,6 +122,10 @@ def texts_of(code: str, templates: dict[str, str]) -> tuple[Any, list[str]]:
     given = caught["train_dataset"]
     if "formatting_func" in caught:
         return tok, [text for row in given for text in caught["formatting_func"](row)]
+    if "trl" in file.parts:  # which renders turns itself
+        tok.chat_template = template or TEMPLATE
+        said = [(r.get("prompt", []) + (r.get("completion") or r["messages"]), r) for r in given]
+        return tok, [tok.apply_chat_template(t, r["tools"], tokenize=False) for t, r in said]
     return tok, list(given["text"])
 
 
@@ -124,15 +135,18 @@ def check(file: Path, templates: dict[str, str]) -> str:
         target = Path(folder) / "ours.yaml"
         target.write_text(translate(file).text, encoding="utf-8")
         data = load_recipe(target).recipe.data
+    template = data.chat_template
+    if template and template.endswith(".jinja"):
+        template = (file.parents[1] / "scripts" / Path(template).name).read_text(encoding="utf-8")
     try:
-        tok, wanted = texts_of(file.read_text(encoding="utf-8"), templates)
+        tok, wanted = texts_of(file, templates, template)
     except Exception as error:
         return f"not run: {type(error).__name__}: {str(error)[:120]}"
     found = set()
-    given = {"chat_template": data.chat_template} if data.chat_template else {}
+    given = {"chat_template": template} if template else {}
     for source in data.train:
         shape = {"format": source.format, "columns": source.columns}
-        made = ours(tok, rows(source.path), shape, mask="none", **given)
+        made = ours(tok, rows(source.path, "trl" in file.parts), shape, mask="none", **given)
         found |= {plain(tok, ids) for ids, _ in made}
     if "<start_of_turn>" in (data.chat_template or ""):  # Gemma's own, by another name there
         wanted = [text.replace("<|im_start|>", "<start_of_turn>") for text in wanted]
@@ -152,10 +166,12 @@ def main() -> None:
     away = ("unsloth", "unsloth_zoo", "google", "IPython", "trackio")
     sys.meta_path.append(Placeholders(*away))
     templates = unsloths(clones / "unsloth/unsloth/chat_templates.py")
-    for file in sorted((clones / "notebooks/python_scripts").glob("*.py")):
-        if file.name.startswith(("AMD-", "Kaggle-", "HuggingFace Course-")):
-            continue
-        if names and not any(name in file.name for name in names):
+    files = sorted((clones / "notebooks/python_scripts").glob("*.py"))
+    files += [*(clones / "trl/examples/notebooks").glob("*.ipynb")]
+    files += [*(clones / "trl/examples/scripts").glob("sft_*.py")]
+    for file in files:
+        copies = file.name.startswith(("AMD-", "Kaggle-", "HuggingFace Course-"))
+        if copies or (names and not any(name in file.name for name in names)):
             continue
         try:
             print(file.name, check(file, templates), sep=": ", flush=True)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from trainkit.cli.app import main
+from trainkit.data.formats import parse_row
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.keys import key_references
@@ -204,9 +205,10 @@ def turns(row):
     return {"conversations": q}""",
         )
         first, second = recipe_of(tmp_path, self.translated(tmp_path, mixed).text).data.train
+        turns = '[{"role": "user", "content": {{ q | tojson }}}, {"role": "assistant", "content": '
         assert (first.path, first.columns, first.weight) == (
             "a.jsonl",
-            {"instruction": "q", "output": "a"},
+            {"messages": turns + "{{ a | tojson }}}]"},
             0.75,
         )
         assert (second.path, second.format, second.weight) == ("hub/chats", "sharegpt", 0.25)
@@ -225,6 +227,65 @@ def turns(row):
         assert recipe_of(tmp_path, self.translated(tmp_path, split).text).data.eval == 9
         alone = split.replace(', eval_dataset=rows["test"]', "")
         assert recipe_of(tmp_path, self.translated(tmp_path, alone).text).data.eval == 9
+
+    def test_turns_that_a_function_makes_of_columns(self, tmp_path):
+        made = """
+TOOLS = [{"name": "x"}]
+def asked(row):
+    call = {"function": {"name": row["f"], "arguments": json.loads(row["a"])}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    question = [{"role": "user", "content": f"Q: {row['q']}"}]
+    return {"prompt": question, "completion": [turn], "tools": TOOLS}
+rows = load_dataset("hub/calls", split="train").map(asked)
+SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
+"""
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, made).text).data.train
+        assert source.format == "prompt_completion"
+        row = {"q": 'a "b"', "f": "x", "a": '{"y": [1]}', "input": "not read"}
+        found = parse_row(row, source.format, source.columns)
+        assert [turn.content for turn in found.messages] == ['Q: a "b"', ""]
+        assert found.messages[1].tool_calls[0]["arguments"] == {"y": [1]}
+        assert found.tools == ({"name": "x"},)
+
+    def test_a_function_that_is_known_by_its_text(self, tmp_path):
+        merges = table("functions")[0]["def"].replace("def f", "def mine")
+        known = SCRIPT.replace("def make(", f"{merges}def make(").replace(
+            "(make, batched", "(mine, batched"
+        )
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, known).text).data.train
+        turns = [
+            {"role": "user", "content": "q", "thinking": None},
+            {"role": "assistant", "content": "a", "thinking": "why"},
+        ]
+        theirs: dict = {}
+        exec(merges, theirs)
+        wanted = theirs["mine"]({"messages": [dict(turn) for turn in turns]})["messages"]
+        found = parse_row({"messages": turns}, source.format, source.columns)
+        assert [turn.content for turn in found.messages] == [turn["content"] for turn in wanted]
+        other = known.replace(r"\n</think>\n", r"\n</think>")
+        with pytest.raises(RecipeError, match="cannot be followed"):
+            self.translated(tmp_path, other)
+
+    def test_a_part_of_the_rows_that_is_drawn(self, tmp_path):
+        drawn = SCRIPT.replace(
+            "rows = rows.map",
+            "rows = rows.train_test_split(train_size=0.25, seed=1)['train']\nrows = rows.map",
+        )
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, drawn).text).data.train
+        assert (source.epochs, source.max_samples) == (0.25, None)
+        (source,) = recipe_of(
+            tmp_path, self.translated(tmp_path, drawn.replace("0.25", "9")).text
+        ).data.train
+        assert (source.epochs, source.max_samples) == (1.0, 9)
+        with pytest.raises(RecipeError, match="train_test_split"):
+            self.translated(tmp_path, drawn.replace("['train']", "['test']"))
+        with pytest.raises(RecipeError, match="train_test_split"):
+            self.translated(tmp_path, drawn.replace("seed=1", "shuffle=False"))
+
+    def test_the_function_that_a_name_stands_for_where_rows_are_mapped(self, tmp_path):
+        text = f"{SCRIPT}\ndef make(examples):\n    return {{'text': open(examples)}}\n"
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, text).text).data.train
+        assert "{{ instruction }}" in source.columns["completion"]
 
     def test_adapters_by_a_named_configuration(self, tmp_path):
         named = SCRIPT.replace("model, r=8,", "model, peft_config=LoraConfig(r=4), ")

@@ -5,6 +5,7 @@ types it reads: what does not fit raises :class:`RowError`, never anything else.
 """
 
 import codecs
+import contextlib
 import functools
 import json
 import re
@@ -482,16 +483,39 @@ def parse_template(row: Mapping[str, Any]) -> TextRow:
     return TextRow(completion, prompt=prompt or "", apart=bool(prompt))
 
 
-def _rendered(row: Mapping[str, Any], templates: Mapping[str, str]) -> dict[str, str]:
-    """The texts that templates make of a row; a column without a value is not there."""
+def is_template(text: str) -> bool:
+    """Whether a value of `columns` makes a text of a row, and is no name of a column."""
+    return re.search(r"\{[{%#]", text) is not None
+
+
+def _made(row: Mapping[str, Any], columns: Mapping[str, str], *, is_text: bool) -> dict[str, Any]:
+    """A row of what `columns` names or makes, and of nothing else.
+
+    To a template a column without a value is not there. Turns and tools are made as JSON.
+    """
     given = {str(key): value for key, value in row.items() if value is not None}
+    made = {ours: row.get(text) for ours, text in columns.items()}
     try:
         with patience(
             what="a template of `columns`", where="data: columns", fix="give one that ends there"
         ):
-            return {ours: _compiled(text).render(given) for ours, text in templates.items()}
+            for ours, text in columns.items():
+                if is_text or is_template(text):
+                    rendered = _compiled(text).render(given)
+                    made[ours] = rendered if is_text else _objects(rendered)
     except RENDER_ERRORS as error:
         raise RowError("template", f"the template of `columns` fails: {error}") from error
+    return made
+
+
+def _objects(value: str) -> Any:
+    """A list of objects that is written as JSON; anything else as it is."""
+    if value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if found and all(isinstance(each, dict) for each in found):
+                return found
+    return value
 
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
@@ -585,8 +609,8 @@ def parse_row(
         row, name = {"messages": row}, "messages"
     if not isinstance(row, Mapping):
         raise RowError("not_an_object", f"the row is {fields.kind(row)}, not an object")
-    if name == "template":
-        row = _rendered(row, columns or {})
+    if columns and (name == "template" or any(map(is_template, columns.values()))):
+        row = _made(row, columns, is_text=name == "template")
     elif columns:
         renamed = {theirs: ours for ours, theirs in columns.items()}
         row = {renamed.get(key, key): value for key, value in row.items()}

@@ -78,8 +78,9 @@ class Source(Section):
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="Our column name to the file's: {messages: dialog}. With `format: template` "
-        "Jinja templates of the row's columns: {prompt: '{{ question }}', completion: '{{ a }}'}.",
+        description="Our column name to the file's: {messages: dialog}; or a Jinja template of the "
+        "row's columns, of lists as JSON: {instruction: 'Q: {{ q }}', output: a}. With one, the "
+        "row has no other columns.",
     )
     roles: Annotated[list[Role], Field(strict=False)] = Field(
         default_factory=list, description="Trained roles of this source; empty is data.roles."

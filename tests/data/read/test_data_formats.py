@@ -214,6 +214,26 @@ def test_repairs_are_named():
     assert [m.content for m in mended.cut] == ["d"]
 
 
+def test_templates_make_columns_of_any_format():
+    row = {"q": 'a "b"', "name": "f", "arguments": '{"x": "<1>"}', "good": True, "tools": None}
+    call = '{"function": {"name": {{ name | tojson }}, "arguments": {{ arguments }}}}'
+    columns = {
+        "prompt": '[{"role": "user", "content": {{ q | tojson }}}]',
+        "completion": f'[{{"role": "assistant", "tool_calls": [{call}]}}]',
+        "tools": '{# #}[{"name": "f"}]',
+    }
+    found = parse_row(row, "prompt_completion", columns)
+    assert found.messages[0] == Message("user", 'a "b"', is_prompt=True)
+    assert found.messages[1].tool_calls == ({"name": "f", "arguments": {"x": "<1>"}, "id": None},)
+    assert len(found.tools) == 1
+    found = parse_row(row, "rated", {"prompt": "[{{ q }}]", "completion": "q", "label": "good"})
+    assert found.conversations == (TextRow('a "b"', prompt='[a "b"]'),)
+    found = parse_row(row, "alpaca", {"instruction": "Q: {{ name }}", "output": "q"})
+    assert [turn.content for turn in found.messages] == ["Q: f", 'a "b"']
+    with pytest.raises(RowError, match="'b' is undefined"):
+        parse_row(row, "alpaca", {"instruction": "{{ b }}", "output": "q"})
+
+
 def test_templates_make_the_text_of_any_columns():
     columns = {
         "prompt": "Q: {{ q }}\n{% if more %}{{ more }}\n{% endif %}",

@@ -24,7 +24,7 @@ def read_theirs(path: Path) -> Theirs:
         return Theirs(path, read_document(path).values)
     text = _text(path)
     if path.suffix == ".ipynb":
-        return read_script(path, _cells(path, text))
+        return read_script(path, cells(path, text))
     if path.suffix == ".py" or re.match(r"(#!.*python|from |import |\"\"\")", text):
         return read_script(path, text)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
@@ -54,7 +54,7 @@ def _json(path: Path, text: str) -> dict[str, Any]:
     return values
 
 
-def _cells(path: Path, text: str) -> str:
+def cells(path: Path, text: str) -> str:
     """A notebook's code; what is for the shell is left out."""
     cells = _json(path, text).get("cells") or []
     code = ["".join(c.get("source") or "") for c in cells if c.get("cell_type") == "code"]

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import operator
 import re
 from dataclasses import dataclass, field
@@ -57,6 +58,13 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Made:
+    """JSON that a template makes of a row."""
+
+    template: str
+
+
+@dataclass(frozen=True)
 class Chat:
     """Turns that the chat template renders: a column, or messages."""
 
@@ -90,6 +98,7 @@ _CHANGES |= {"add_adapter", "load_adapter", "merge_and_unload", "add_callback", 
 """Methods of models, tokenizers and trainers after which another training runs."""
 _HARMLESS = {"pad_token", "padding_side", "pad_token_id", "use_cache", "pretraining_tp"}
 _HARMLESS |= {"generation_config"}
+_DRAWS = {"train_size", "seed"}
 _LOADS = {"path", "name", "split", "data_files", "streaming", "num_proc", "token", "cache_dir"}
 """Arguments of `load_dataset` that are taken, or change no row."""
 
@@ -137,8 +146,8 @@ def _refuse_kind(path: Path, calls: list[str]) -> str:
     ]
     if not trainers and not any(name.endswith("get_peft_model") for name in calls):
         found.append(("inference", "no trainer is made"))
-    if not found and "TrlParser" in used:
-        found.append(("library", "TrlParser"))
+    if not found and re.search("TrlParser|HfArgumentParser", used):
+        found.append(("library", "its settings are options"))
     others = {"DPOTrainer", "KTOTrainer", "RewardTrainer"} & set(trainers)
     ours = {"SFTTrainer", "UnslothTrainer", *others} & set(trainers)
     if not found and trainers and not ours:
@@ -186,6 +195,8 @@ class Script:
                     self._forget(node)
             elif isinstance(node, ast.Try | ast.With):
                 self.run(node.body)
+            elif isinstance(node, ast.FunctionDef):  # the last one so far of its name
+                self.functions[node.name] = node
             elif isinstance(node, ast.For | ast.While | ast.AugAssign):
                 if self._touches(node):
                     line = ast.unparse(node).split("\n")[0]
@@ -360,6 +371,8 @@ class Script:
             return None  # pads, and does no more
         if name == "zip":
             return tuple(args)
+        if full == "json.loads" and args and isinstance(args[0], Column):
+            return Made(f"{{{{ {args[0].name} }}}}")
         if full in self.functions and name == "main":
             self.run(self.functions[full].body)
         return Unknown(ast.unparse(node))
@@ -384,6 +397,9 @@ class Script:
             return owner.but(share=args[0].of)
         if name == "train_test_split" and isinstance(words.get("test_size"), int | float):
             return owner.but(held_out=words["test_size"])
+        size = words.get("train_size")
+        if name == "train_test_split" and isinstance(size, int | float) and {*words} <= _DRAWS:
+            return owner.but(**{"most" if isinstance(size, int) else "epochs": size, "drawn": True})
         if name in ("shuffle", "remove_columns", "with_format", "to_iterable_dataset"):
             return owner.but(shuffled=name == "shuffle" or held.get("shuffled"))
         if name == "rename_column" and len(args) == 2 and isinstance(args[0], str):
@@ -401,6 +417,8 @@ class Script:
         """A split of several, of the parts that were made, or a column."""
         if "held_out" in rows.values:
             return rows.but(part=key)
+        if "drawn" in rows.values and key == "train":
+            return rows.but(drawn=False)
         if key in rows.values["columns"] or key in ("conversations", "messages", "text"):
             return rows.with_column("text", rows.values["columns"].get(key, Column(key)))
         if "split" in rows.values["source"] or "lost" in rows.values:
@@ -411,6 +429,10 @@ class Script:
 
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
+        for known in table("functions") if function is not None else ():
+            body = ast.parse(known["def"]).body[0]
+            if isinstance(body, ast.FunctionDef) and _same(body, function):
+                return {key: Made(text) for key, text in known["makes"].items()}
         inner = Script(ast.Module([], []), self.path)
         taker = node if isinstance(node, ast.Lambda) else function
         if taker is not None and taker.args.args:
@@ -424,7 +446,9 @@ class Script:
         if isinstance(made, list) and len(made) == 1:
             made = {"text": made[0]}
         if isinstance(made, dict):
-            return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in made.items()}
+            batched = {k: v for k, v in made.items() if isinstance(v, list) and len(v) == 1}
+            columns = {k: v[0] for k, v in batched.items() if not isinstance(v[0], dict)}  # no turn
+            return {**made, **columns}
         return {"*": Unknown(getattr(node, "id", "a function"))}
 
     def _row_of(self, rows: Thing, target: ast.expr) -> "Script":
@@ -528,6 +552,13 @@ class Script:
                 theirs.values[key] = value
 
 
+def _same(known: ast.FunctionDef, function: ast.FunctionDef) -> bool:
+    """Whether two functions do the same by their text, without names, comments and blanks."""
+    return [ast.dump(each) for each in (known.args, *known.body)] == [
+        ast.dump(each) for each in (function.args, *function.body)
+    ]
+
+
 def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     """Turns that the template renders; of all rows, rows."""
     turns = args[0] if args else words.pop("conversation", None)
@@ -572,6 +603,32 @@ def _format(text: Text, args: list[Any], words: dict[str, Any]) -> Any:
     )
 
 
+def _json(value: Any) -> str | None:
+    """A template of turns or tools, as JSON; None where they cannot be followed."""
+    if isinstance(value, Made):
+        return value.template
+    if isinstance(value, list | dict):
+        found = [_json(each) for each in (value.values() if isinstance(value, dict) else value)]
+        texts = [each for each in found if each is not None]
+        if len(texts) < len(found):
+            return None
+        if isinstance(value, list):
+            return f"[{', '.join(texts)}]"
+        pairs = zip(value, texts, strict=True)
+        return "{" + ", ".join(f"{json.dumps(key)}: {each}" for key, each in pairs) + "}"
+    if isinstance(value, Column | Text):
+        parts = _text(value).parts
+        if not all(str(getattr(p, "name", p)).isidentifier() or isinstance(p, str) for p in parts):
+            return None
+        texts = [p.name if isinstance(p, Column) else json.dumps(p) for p in parts]
+        whole = texts[0] if len(texts) == 1 else f"({' ~ '.join(texts)})"
+        return f"{{{{ {whole} | tojson }}}}"
+    if value is None or isinstance(value, str | int | float):
+        text = json.dumps(value, ensure_ascii=False)
+        return None if re.search(r"\{[{%#]", text) else text
+    return None
+
+
 def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     """The source that reaches the trainer, as ours; what cannot be followed is lost."""
     if not isinstance(rows, Thing) or rows.kind != "rows":
@@ -597,8 +654,12 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         source["subset"] = named["name"]
     if named.get("split") not in (None, "train"):
         source["split"] = named["split"]
+    if rows.values.get("drawn"):
+        theirs.lost.append(("train_test_split", "it chooses or changes rows"))
     if "most" in rows.values:
         source["max_samples"] = rows.values["most"]
+    if "epochs" in rows.values:
+        source["epochs"] = rows.values["epochs"]
     unclear = [v for v in source.values() if isinstance(v, Unknown)]
     if unclear:
         theirs.lost.append((f"load_dataset({unclear[0].expression})", "only running it would tell"))
@@ -610,6 +671,11 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         name = getattr(made.get("*", function), "expression", "a function")
         theirs.lost.append((f"map({name})", "rows are made by a function that cannot be followed"))
         return source
+    asked = {key: _json(made[key]) for key in ("prompt", "completion", "tools") if key in made}
+    pairs = {"prompt", "completion"} <= {*asked} and None not in asked.values()
+    if pairs and theirs.tool == "trl" and columns not in made:
+        asked |= {key: f"{{# #}}{text}" for key, text in asked.items() if "{{" not in str(text)}
+        return {**source, "format": "prompt_completion", "columns": asked, "shape": "chat"}
     shape = made.get(columns, made.get("messages", made.get("conversations")))
     if shape is None and made:
         theirs.lost.append((f"map({', '.join(made)})", "rows are made that are no texts or turns"))
@@ -629,21 +695,11 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
                 return made_of
             return {**made_of, "columns": {"conversations": turns.name}}
         shape = turns
-    if isinstance(shape, list):
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], list) else shape
-        roles = [each.get("role") if isinstance(each, dict) else None for each in shape]
-        texts = [_text(each.get("content")) if isinstance(each, dict) else None for each in shape]
-        if (
-            roles[-2:] == ["user", "assistant"]
-            and len(roles) <= 3
-            and all(isinstance(t, Text) and len(t.parts) == 1 for t in texts)
-        ):
-            plain = [t.parts[0] for t in texts if isinstance(t, Text)]
-            if all(isinstance(each, Column) for each in plain):
-                fields = ("output", "instruction", "system")
-                pairs = zip(fields, (c.name for c in plain[::-1]), strict=False)
-                columns = {ours: theirs for ours, theirs in pairs if ours != theirs}
-                return {"format": "alpaca", "columns": columns, "shape": "chat"}
+    if isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], list):
+        shape = shape[0]
+    turns = _json(shape) if isinstance(shape, list | Made) else None
+    if turns is not None:
+        return {"format": "messages", "columns": {"messages": turns}, "shape": "chat"}
     if isinstance(shape, Text | Column):
         parts = _text(shape).parts
         text = "".join(
