@@ -671,11 +671,11 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         name = getattr(made.get("*", function), "expression", "a function")
         theirs.lost.append((f"map({name})", "rows are made by a function that cannot be followed"))
         return source
-    asked = {key: _json(made[key]) for key in ("prompt", "completion", "tools") if key in made}
-    pairs = {"prompt", "completion"} <= {*asked} and None not in asked.values()
+    turns = {key: _json(made[key]) for key in ("prompt", "completion", "tools") if key in made}
+    pairs = {"prompt", "completion"} <= {*turns} and None not in turns.values()
     if pairs and theirs.tool == "trl" and columns not in made:
-        asked |= {key: f"{{# #}}{text}" for key, text in asked.items() if "{{" not in str(text)}
-        return {**source, "format": "prompt_completion", "columns": asked, "shape": "chat"}
+        turns |= {key: f"{{# #}}{text}" for key, text in turns.items() if "{{" not in str(text)}
+        return {**source, "format": "prompt_completion", "columns": turns, "shape": "chat"}
     shape = made.get(columns, made.get("messages", made.get("conversations")))
     if shape is None and made:
         theirs.lost.append((f"map({', '.join(made)})", "rows are made that are no texts or turns"))
