@@ -72,7 +72,7 @@ def parts_of(model: Any) -> dict[str, list[nn.Parameter]]:
 
 
 def ratio_by_part(
-    model: Any, ratios: Mapping[str, float]
+    model: Any, ratios: Mapping[Any, float]
 ) -> Callable[[nn.Parameter], float | None]:
     """Each parameter's learning rate over the recipe's, where its part has one of its own.
 
@@ -96,7 +96,7 @@ def ratio_by_part(
 
 
 def describe_parts(
-    model: Any, ratios: Mapping[str, float], learning_rate: float
+    model: Any, ratios: Mapping[Any, float], learning_rate: float
 ) -> dict[str, dict[str, float]]:
     """The parts of which something trains: how many ``parameters``, at which ``learning_rate``."""
     sizes = {

@@ -33,6 +33,7 @@ from trainkit.options import Fp8Options
 from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
+from trainkit.parallel.parameters import made_whole
 from trainkit.recipe import LoadedRecipe, SftOptions
 from trainkit.run import Console, RunDirectory, start_rank_log, stop_rank_log
 from trainkit.run.directory import locked
@@ -253,7 +254,7 @@ def _build(run: Run) -> None:
     set_seed(args.seed)
     run.built = built = _built(run)
     if run.teacher is None:
-        with layout.engine.loading_whole():
+        with made_whole():
             second = second_model(recipe, args.device, run.tokenizer)
         if second is not None:
             run.teacher = second.model
