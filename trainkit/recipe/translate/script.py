@@ -429,9 +429,9 @@ class Script:
 
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
-        for known in table("functions") if function is not None else ():
+        for known in table("functions"):
             body = ast.parse(known["def"]).body[0]
-            if isinstance(body, ast.FunctionDef) and _same(body, function):
+            if function and isinstance(body, ast.FunctionDef) and _same(body, function):
                 return {key: Made(text) for key, text in known["makes"].items()}
         inner = Script(ast.Module([], []), self.path)
         taker = node if isinstance(node, ast.Lambda) else function
