@@ -11,18 +11,25 @@ SPECIAL = {
     ],
     "rows": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "fixed": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "pooled": ["<|image>", "<|image|>", "<image|>"],
+    "crops": ["<img>", "<IMG_CONTEXT>", "</img>"],
 }
 MARKERS = {
     "patches": "<|vision_start|><|image_pad|><|vision_end|>",
     "tiles": "<image>",
     "rows": "[IMG]",
     "fixed": "<start_of_image>",
+    "pooled": "<|image|>",
+    "crops": "<IMG_CONTEXT>",
 }
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 KINDS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "patches"),
+    **dict.fromkeys((*("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), *QWEN3_5), "patches"),
     **dict.fromkeys(("idefics3", "smolvlm"), "tiles"),
     "mistral3": "rows",
     "gemma3": "fixed",
+    "gemma4": "pooled",
+    "internvl": "crops",
 }
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] -%}
@@ -37,8 +44,11 @@ def make_tokenizer(kind):
 
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[kind]})
-    if kind == "fixed":
-        named = dict(zip(("boi_token", "image_token", "eoi_token"), SPECIAL[kind], strict=True))
+    names = ("boi_token", "image_token", "eoi_token")
+    if kind == "crops":
+        names = ("start_image_token", "context_image_token", "end_image_token")
+    if kind in ("fixed", "pooled", "crops"):
+        named = dict(zip(names, SPECIAL[kind], strict=True))
         tokenizer._set_model_specific_special_tokens(named)
     tokenizer.chat_template = TEMPLATE.replace("MARKER", MARKERS[kind])
     return tokenizer
@@ -47,6 +57,8 @@ def make_tokenizer(kind):
 def make_image_processor(model_type):
     """Of transformers, as it is without torchvision; with small images."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
     )
@@ -60,6 +72,11 @@ def make_image_processor(model_type):
         return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
     if kind == "fixed":
         return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    if kind == "pooled":
+        return Gemma4ImageProcessorPil(patch_size=2, pooling_kernel_size=2, max_soft_tokens=70)
+    if kind == "crops":
+        size = {"height": 16, "width": 16}
+        return GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=6)
     if kind == "rows":
         size, patch = {"longest_edge": 32}, {"height": 4, "width": 4}
         return PixtralImageProcessorPil(size=size, patch_size=patch)
@@ -99,6 +116,17 @@ def make_config(model_type, tokenizer):
             rope["mrope_interleaved"] = True
             text["head_dim"] = 16
             vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        if model_type in QWEN3_5:
+            rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+            rope["mrope_section"] = [2, 1, 1]
+            heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+            layers = ["linear_attention", "full_attention", "linear_attention"]
+            text |= {"head_dim": 16, "layer_types": layers, **heads, **sizes}
+            vision |= {"num_position_embeddings": 64}
+        if model_type == "qwen3_5_moe":
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            text |= {"shared_expert_intermediate_size": 32}
         ids = {"image": "image_pad", "video": "video_pad"}
         ids |= {"vision_start": "vision_start", "vision_end": "vision_end"}
         return AutoConfig.for_model(
@@ -136,6 +164,30 @@ def make_config(model_type, tokenizer):
             eoi_token_index=token("<end_of_image>"),
             image_token_index=token("<image_soft_token>"),
         )
+    if kind == "pooled":
+        layers = ["sliding_attention", "sliding_attention", "full_attention"]
+        own = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": layers}
+        own |= {"vocab_size_per_layer_input": len(tokenizer), "hidden_size_per_layer_input": 8}
+        sizes = {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 2}
+        return AutoConfig.for_model(
+            model_type,
+            text_config={**text, **own, "use_bidirectional_attention": "vision"},
+            vision_config={**vision, **sizes, "pooling_kernel_size": 2},
+            audio_config=None,
+            boi_token_id=token("<|image>"),
+            eoi_token_id=token("<image|>"),
+            image_token_id=token("<|image|>"),
+            video_token_id=len(tokenizer),
+            audio_token_id=len(tokenizer) + 1,
+        )
+    if kind == "crops":
+        return AutoConfig.for_model(
+            model_type,
+            text_config={**text, "model_type": "qwen2"},
+            vision_config=vision,
+            image_token_id=token("<IMG_CONTEXT>"),
+            image_seq_length=4,
+        )
     return AutoConfig.for_model(
         model_type,
         text_config={**text, "model_type": "mistral", "sliding_window": None},
@@ -155,11 +207,13 @@ def make_model_directory(model_type, directory, *, seed=0):
     tokenizer = make_tokenizer(kind)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(make_config(model_type, tokenizer))
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.15)
         else:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
+        if kind == "pooled" and "q_norm" in name:  # what scales the scores, and nothing else does
+            parameter.data.mul_(0.25)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     make_image_processor(model_type).save_pretrained(directory)
@@ -167,6 +221,7 @@ def make_model_directory(model_type, directory, *, seed=0):
         "fixed": {"image_seq_length": 4},
         "tiles": {"image_seq_len": 4},
         "rows": {"patch_size": 4, "spatial_merge_size": 2},
+        "crops": {"image_seq_length": 4},
     }
     settings = {"processor_class": PROCESSORS[model_type], **more.get(kind, {})}
     (directory / "processor_config.json").write_text(json.dumps(settings))
@@ -177,10 +232,13 @@ PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    **dict.fromkeys(QWEN3_5, "Qwen3VLProcessor"),
     "idefics3": "Idefics3Processor",
     "smolvlm": "SmolVLMProcessor",
     "mistral3": "PixtralProcessor",
     "gemma3": "Gemma3Processor",
+    "gemma4": "Gemma4Processor",
+    "internvl": "InternVLProcessor",
 }
 
 
@@ -259,7 +317,9 @@ class Family:
     def build(self, **given):
         from lab import built
 
-        return built(self.source, sees_images=True, **{"packing": True, **given}).model.train()
+        given = {"packing": True, **given}
+        kernels = given["packing"] and self.vision.config.model_type in QWEN3_5
+        return built(self.source, sees_images=True, kernels=kernels, **given).model.train()
 
     def plain(self, directory=None):
         import torch
@@ -296,7 +356,9 @@ class Family:
             found = self.vision.images(images=images, return_tensors="pt", patch_size=8)
         else:
             found = self.vision.images(images=images, return_tensors="pt")
-            found.pop("num_crops", None)
-            name = "token_type_ids" if kind == "fixed" else "mm_token_type_ids"
-            batch[name] = (ids == self.vision.token_id).int()
+            for name in ("num_crops", "num_patches", "num_soft_tokens_per_image"):
+                found.pop(name, None)
+            if kind != "crops":
+                name = "token_type_ids" if kind == "fixed" else "mm_token_type_ids"
+                batch[name] = (ids == self.vision.token_id).int()
         return batch | dict(found)

@@ -10,6 +10,7 @@ import transformers  # its models, seconds of imports, are found when they are a
 from huggingface_hub.errors import StrictDataclassError
 
 from trainkit.errors import ModelError
+from trainkit.options.vision import VISION
 
 FAILURES = (
     RuntimeError,
@@ -37,8 +38,8 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     refuse_scalar_head(config.architectures, config.name_or_path or "model.name_or_path")
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     text, with_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    takes_text = type(config) in text._model_mapping or own_code
-    if type(config) in with_images._model_mapping and not takes_text:
+    sees = type(config) in with_images._model_mapping and not own_code
+    if sees and (config.model_type in VISION or type(config) not in text._model_mapping):
         return with_images
     return text  # where neither knows it, it names the model and what it knows
 

@@ -7,8 +7,11 @@ import torch
 from commands import trainkit
 from pictures import Family
 
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "idefics3", "mistral3"]
+FAMILIES += ["gemma3", "gemma4", "internvl"]
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3", "gemma3"])
+
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_answers_are_those_of_plain_transformers(model_type, tmp_path):
     """Greedy, several at once of different lengths, some without an image."""
     family = Family(model_type, tmp_path)

@@ -71,7 +71,10 @@ def apart(first, second, skip=()):
     return max((first[name] - second[name]).abs().max().item() for name in names)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3"])
+NEWER = ["qwen3_5", "gemma4", "internvl"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3", *NEWER])
 def test_a_run_trains_what_a_plain_loop_trains(model_type, tmp_path):
     """Unpacked rows in order: the processor's pixels, plain transformers, torch's AdamW.
 
@@ -152,10 +155,11 @@ IN_PARTS = [
     ("qwen2_5_vl", {"model__train": EVERYTHING, "model__lr_ratios": RATIOS}),
     ("gemma3", {}),
     ("idefics3", {"lora": {"r": 4, "vision": True}}),
+    *((each, {"model__train": EVERYTHING}) for each in NEWER),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "given"), IN_PARTS, ids=["full", "frozen", "lora"])
+@pytest.mark.parametrize(("model_type", "given"), IN_PARTS, ids=["full", "frozen", "lora", *NEWER])
 def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
     """Also where a rank has no image: rows alternate, so that one of them never has any.
 
@@ -221,7 +225,7 @@ def test_changed_images_are_another_run(tmp_path):
     assert "--allow-changed data" in said.err
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "mistral3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "mistral3", *NEWER])
 def test_adapters_are_merged_and_everything_loads_in_plain_transformers(model_type, tmp_path):
     from peft import PeftModel
 

@@ -106,12 +106,38 @@ def _fixed(vision: Vision, height: int, width: int) -> Expansion:
     return Expansion(f"\n\n{begin}{seen}{end}\n\n", (count,), (1, 1, 1))
 
 
+def _pooled(vision: Vision, height: int, width: int) -> Expansion:
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma
+
+    images = vision.images
+    patch, pool = images.patch_size, images.pooling_kernel_size
+    most = images.max_soft_tokens * pool**2
+    tall, wide = gemma.get_aspect_ratio_preserving_size(height, width, patch, most, pool)
+    rows, columns = tall // (patch * pool), wide // (patch * pool)
+    ids = [vision.config.boi_token_id, vision.config.eoi_token_id]
+    begin, end = vision.tokenizer.convert_ids_to_tokens(ids)
+    return Expansion(f"{begin}{vision.marker}{end}", (rows * columns,), (1, rows, columns))
+
+
+def _crops(vision: Vision, height: int, width: int) -> Expansion:
+    tiles = vision.images.get_number_of_image_patches(height, width, dict(_CUTS["crops"]))
+    begin, end = vision.tokenizer.start_image_token, vision.tokenizer.end_image_token
+    return Expansion(f"{begin}{vision.marker}{end}", (vision.per_tile * tiles,), (1, 1, tiles))
+
+
 _EXPAND: Mapping[str, Callable[[Vision, int, int], Expansion]] = {
     "patches": _patches,
     "tiles": _tiles,
+    "crops": _crops,
     "rows": _rows,
+    "pooled": _pooled,
     "fixed": _fixed,
 }
+_CUTS: Mapping[str, Mapping[str, Any]] = {
+    "tiles": {"return_row_col_info": True},
+    "crops": {"crop_to_patches": True},
+}
+"""What whole processors ask of their image processors, whatever their files say."""
 
 
 # -- one model's images ----------------------------------------------------------------------------
@@ -172,7 +198,9 @@ class Vision:
     @functools.cached_property
     def frame(self) -> np.ndarray:
         """Tokens that only ever stand for images or around them: they are never trained."""
-        ids = [self.token_id, *(getattr(self.config, key, None) for key in self.family.frame)]
+        places = (self.config, self.tokenizer)
+        ids: list[int | None] = [self.token_id]
+        ids += [getattr(place, key, None) for place in places for key in self.family.frame]
         known = self.tokenizer.get_added_vocab()
         shape = re.compile(r"<row_\d+_col_\d+>|<fake_token_around_image>|<global-img>|\[IMG_\w+\]")
         ids += [index for token, index in known.items() if shape.fullmatch(token)]
@@ -181,12 +209,16 @@ class Vision:
     @functools.cached_property
     def words(self) -> frozenset[str]:
         """The same as texts, which messages may not hold as such."""
-        return frozenset(map(str, self.tokenizer.convert_ids_to_tokens(self.frame.tolist())))
+        known = self.tokenizer.convert_ids_to_tokens(self.frame.tolist())
+        return frozenset(str(each) for each in known if each is not None)
 
     @property
     def per_tile(self) -> int:
-        """Placeholders of a tile (Idefics 3)."""
+        """Placeholders of a tile (Idefics 3, InternVL)."""
         vision = self.config.vision_config
+        if self.family.processor == "crops":
+            (tall, wide), (patch, _) = vision.image_size, vision.patch_size
+            return int(tall // patch * (wide // patch) * self.config.downsample_ratio**2)
         return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
 
     @property
@@ -350,9 +382,7 @@ class Vision:
                     where=where,
                     fix="replace it, or remove its row, and start another run",
                 ) from error
-        more: dict[str, Any] = (
-            {"return_row_col_info": True} if self.family.processor == "tiles" else {}
-        )
+        more = dict(_CUTS.get(self.family.processor, {}))
         if self.family.processor == "rows":
             more["patch_size"] = {"height": self.side, "width": self.side}
         nested = [decoded] if self.family.processor == "tiles" else decoded
@@ -368,6 +398,12 @@ class Vision:
             grids = [(1, a, b) for a, b in zip(found["rows"][0], found["cols"][0], strict=True)]
         elif kind == "fixed":
             grids = [(1, 1, 1 + int(crops)) for crops in found["num_crops"]]
+        elif kind == "crops":
+            grids = [(1, 1, int(tiles)) for tiles in found["num_patches"]]
+        elif kind == "pooled":
+            pool = self.images.pooling_kernel_size
+            last = np.asarray(found["image_position_ids"]).max(1)
+            grids = [(1, (row + 1) // pool, (column + 1) // pool) for column, row in last.tolist()]
         else:
             sizes = np.asarray(found["image_sizes"]).tolist()
             grids = [(1, tall // self.side, wide // self.side) for tall, wide in sizes]
@@ -382,9 +418,8 @@ class Vision:
     @property
     def kinds(self) -> str | None:
         """What says, for each token, whether it stands for an image, where a model generates."""
-        return {"patches": "mm_token_type_ids", "fixed": "token_type_ids"}.get(
-            self.family.processor
-        )
+        named = {"patches": "mm_token_type_ids", "fixed": "token_type_ids"}
+        return {**named, "pooled": "mm_token_type_ids"}.get(self.family.processor)
 
     def positions(self, ids: np.ndarray, images: Sequence[Image]) -> np.ndarray:
         """(4, S) of one sample: the place of each token, then its time, row and column.
@@ -439,7 +474,7 @@ def unstreamed(vision: Vision | NoVision | None) -> NoVision | None:
     return NoVision(vision.config.model_type, why, fix)
 
 
-_OF_CUTS = ("rows", "cols", "num_crops")
+_OF_CUTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 """What processors say of their cuts, and models do not take."""
 
 LOOSE = "a text has the token that stands for an image, and no image there"

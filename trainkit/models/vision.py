@@ -125,7 +125,7 @@ class Sight:
         self.base = base = model.base_model
         self.is_everywhere = self.is_sharded = self._is_blank = False
         implementation = str(self.config.get_text_config()._attn_implementation)
-        if self.family.sees_ahead and implementation not in (NAME, "sdpa", "eager"):
+        if self.ahead and implementation not in (NAME, "sdpa", "eager"):
             raise ModelError(
                 f"image tokens see one another, and attention {implementation} has no such mask",
                 where="model.attn_implementation",
@@ -157,15 +157,21 @@ class Sight:
         self._is_blank = True
         device = next(self.base.parameters()).device
         blank = {name: each.to(device) for name, each in self.blank.items()}
+        if self.family.positions == "mrope" and kwargs.get("position_ids") is None:
+            tokens = kwargs["input_ids"]  # else they would be looked for in the blank image
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            blank["position_ids"] = places.expand(tokens.shape)
         return args, {**kwargs, **blank}
 
     @property
     def ahead(self) -> bool:
-        """Whether the tokens of an image see one another."""
-        return self.family.sees_ahead
+        """Whether the tokens of an image see one another in some layer."""
+        # None in Gemma 4's small models, whose attention is causal throughout.
+        both_ways = getattr(self.config.get_text_config(), "use_bidirectional_attention", False)
+        return bool(self.family.sees_ahead) and both_ways is not None
 
     def _masks(self, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """(B, 1, S, S) for each kind of layer: what is before, and all of one's own image.
+        """(B, 1, S, S) for each kind of layer: what is before, and in some all of one's own image.
 
         As transformers composes them for one document; windows cut both.
         """
@@ -176,16 +182,19 @@ class Sight:
         place = torch.arange(tokens.shape[1], device=tokens.device)
         back = place[:, None] - place
         same = (image[:, :, None] == image[:, None]) & is_image[:, :, None]
-        sees = (back >= 0) | same
+        reach = torch.ones_like(same)
         bounds, given = kwargs.get("cu_seq_lens_q"), kwargs.get("attention_mask")
         if bounds is not None:
             numbers = Documents(bounds, 0).numbers(*tokens.shape)
-            sees = sees & (numbers[:, :, None] == numbers[:, None])
+            reach = numbers[:, :, None] == numbers[:, None]
         elif given is not None:
-            sees = sees & given[:, None].bool()
+            reach = reach & given[:, None].bool()
         window = config.sliding_window
-        near = sees if window is None else sees & (back < window)
-        found = {"full_attention": sees[:, None], "sliding_attention": near[:, None]}
+        near = reach if window is None else reach & (back < window)
+        found = {}
+        for kind, seen in (("full_attention", reach), ("sliding_attention", near)):
+            forth = same | (back >= 0) if kind in self.family.sees_ahead else back >= 0
+            found[kind] = (seen & forth)[:, None]
         if config._attn_implementation != "eager":
             return found
         dtype = self.base.dtype
@@ -223,6 +232,15 @@ class Sight:
             return {"pixel_values": torch.ones(1, 1, 3, side, side)}
         if self.family.processor == "fixed":
             return {"pixel_values": torch.zeros(1, 3, vision.image_size, vision.image_size)}
+        if self.family.processor == "crops":
+            return {"pixel_values": torch.zeros(1, 3, *vision.image_size)}
+        if self.family.processor == "pooled":
+            pool = vision.pooling_kernel_size
+            places = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))[None]
+            return {
+                "pixel_values": torch.zeros(1, pool**2, 3 * patch**2),
+                "image_position_ids": places,
+            }
         side = patch * self.config.spatial_merge_size
         return {
             "pixel_values": torch.zeros(1, 3, side, side),

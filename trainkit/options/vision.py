@@ -11,19 +11,22 @@ class VisionFamily:
 
     Attributes:
         processor: how its image processor cuts an image, and what stands for it in a text:
-            ``patches`` (Qwen), ``tiles`` (Idefics 3), ``rows`` (Pixtral) or ``fixed`` (Gemma 3).
+            ``patches`` (Qwen), ``tiles`` (Idefics 3), ``crops`` (InternVL), ``rows`` (Pixtral),
+            ``pooled`` (Gemma 4) or ``fixed`` (Gemma 3).
         tower: the module that sees pixels, under the model without its head.
         projector: the modules that turn what it sees into embeddings of text; they may be inside.
         positions: ``mrope`` has a row, a column and a time for each token; ``flat`` counts on.
-        sees_ahead: the tokens of an image see one another, the later ones as well.
-        frame: keys of the configuration with tokens that stand around images, never trained.
+        sees_ahead: kinds of layers where the tokens of an image see one another, the later ones as
+            well.
+        frame: keys of the configuration, or the tokenizer, with tokens that stand around images,
+            never trained.
     """
 
-    processor: Literal["patches", "tiles", "rows", "fixed"]
+    processor: Literal["patches", "tiles", "crops", "rows", "pooled", "fixed"]
     tower: str
     projector: tuple[str, ...]
     positions: Literal["mrope", "flat"] = "flat"
-    sees_ahead: bool = False
+    sees_ahead: tuple[str, ...] = ()
     frame: tuple[str, ...] = ()
 
 
@@ -42,6 +45,8 @@ VISION: Mapping[str, VisionFamily] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN3,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "mistral3": VisionFamily("rows", "vision_tower", ("multi_modal_projector",)),
@@ -49,20 +54,27 @@ VISION: Mapping[str, VisionFamily] = {
         "fixed",
         "vision_tower",
         ("multi_modal_projector",),
-        sees_ahead=True,
+        sees_ahead=("full_attention", "sliding_attention"),
         frame=("boi_token_index", "eoi_token_index"),
+    ),
+    "gemma4": VisionFamily(
+        "pooled",
+        "vision_tower",
+        ("embed_vision",),
+        sees_ahead=("sliding_attention",),
+        frame=("boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id"),
+    ),
+    "internvl": VisionFamily(
+        "crops",
+        "vision_tower",
+        ("multi_modal_projector",),
+        frame=("start_image_token_id", "end_image_token_id"),
     ),
 }
 """By ``model_type``."""
 
 UNSERVED: Mapping[str, str] = {
-    "qwen3_5": "its linear attention carries state from token to token, and was never proved with "
-    "images in a row",
-    "qwen3_5_moe": "its linear attention carries state from token to token, and was never proved "
-    "with images in a row",
     "qwen3_vl_moe": "its experts were never proved with the positions of images",
-    "gemma4": "its image tokens see one another in some layers alone, which was never proved",
-    "internvl": "its tiles were never proved against its processor",
 }
 """Families that have been looked at, and why their images are not read."""
 

@@ -81,7 +81,7 @@ def _sizes(config: PreTrainedConfig) -> str:
     """What of a configuration decides how many tokens an image takes."""
     names = ("patch_size", "image_size", "spatial_merge_size")
     found = [getattr(config.vision_config, name, None) for name in names]
-    return f"{found} {getattr(config, 'scale_factor', None)}"
+    return f"{found} {getattr(config, 'scale_factor', getattr(config, 'downsample_ratio', None))}"
 
 
 def _processor_files(source: ModelOptions) -> bytes:

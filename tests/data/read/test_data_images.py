@@ -330,12 +330,12 @@ def test_a_template_that_prints_no_image_is_refused(folder):
 
 
 def test_other_models_refuse_images_by_name(folder, qwen):
-    refusal = NoVision("gemma4", "its tokens see one another", "train it on text")
+    refusal = NoVision("another", "its tokens see one another", "train it on text")
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(WAYS["openai"]) + "\n" + json.dumps(ask("Alike?")) + "\n")
     options = DataOptions(cache_dir=str(folder / "cache"))
     source = [Source(path=str(file))]
-    with pytest.raises(ModelError, match="gemma4: its tokens see one another"):
+    with pytest.raises(ModelError, match="another: its tokens see one another"):
         prepare(source, qwen.tokenizer, options, ledger=Ledger(), vision=refusal)
     with pytest.raises(RowError, match="only text is trained"):
         read_row(WAYS["trl"], "auto")
@@ -368,6 +368,8 @@ def test_tokens_follow_from_an_images_size(model_type):
             assert len(pixels["pixel_values"]) == 4 * image.num_tokens
         elif KINDS[model_type] == "tiles":
             assert pixels["pixel_values"].shape[1] * 4 == image.num_tokens
+        elif KINDS[model_type] == "crops":
+            assert len(pixels["pixel_values"]) * 4 == image.num_tokens
 
 
 def expanded_by_transformers(vision, text, images):
@@ -382,14 +384,18 @@ def expanded_by_transformers(vision, text, images):
             made = Gemma3Processor(vision.images, vision.tokenizer, image_seq_length=4)
         given = {"images": [images]} if images else {}
         return made(text=[text], add_special_tokens=False, **given)["input_ids"][0]
-    from transformers import Qwen2VLProcessor
+    from transformers import Gemma4Processor, InternVLProcessor, Qwen2VLProcessor
 
     class Half:
-        image_processor, image_token = vision.images, vision.marker
+        image_processor, image_token, image_seq_length = vision.images, vision.marker, 4
 
-    inputs = vision.images(images=images, return_tensors="np") if images else {}
+    for name, token in vision.tokenizer.special_tokens_map.items():
+        setattr(Half, name, token) if name != "image_token" else None
+    makers = {"patches": Qwen2VLProcessor, "pooled": Gemma4Processor, "crops": InternVLProcessor}
+    more = InternVLProcessor.images_kwargs if kind == "crops" else {}
+    inputs = vision.images(images=images, return_tensors="np", **more) if images else {}
     for number in range(len(images)):
-        whole = Qwen2VLProcessor.replace_image_token(Half, inputs, number)
+        whole = makers[kind].replace_image_token(Half, inputs, number)
         text = text.replace(vision.marker, whole.replace(vision.marker, "\0"), 1)
     text = text.replace("\0", vision.marker)
     return vision.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -398,7 +404,7 @@ def expanded_by_transformers(vision, text, images):
 WORDS = ["What is this?", "\n", "\n\n", " ", "Compare:\n\n\n", "a", "é你好", "\n \n"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "gemma3", "gemma4", "internvl"])
 def test_ids_are_the_processors_and_answers_alone_are_trained(model_type, tmp_path):
     vision, draw = vision_for(model_type), random.Random(3)
     rows, answers = [], []
@@ -432,7 +438,9 @@ def test_ids_are_the_processors_and_answers_alone_are_trained(model_type, tmp_pa
 
 
 @pytest.mark.parametrize("mask", ["assistant", "none"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "mistral3", "gemma3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", "idefics3", "mistral3", "gemma3", "gemma4", "internvl"]
+)
 def test_no_token_of_an_image_is_trained(folder, model_type, mask):
     """Nor those around it, in a turn that is trained itself, and where everything is."""
     vision = vision_for(model_type)
@@ -589,7 +597,16 @@ PIXTRAL = (
     "{%- else %}{{- message['content'][0]['text'] }}{%- endif %}{{- '<|im_end|>' }}"
     "{%- endif %}{%- endfor %}"
 )
+INTERN = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
+    "{{ '<IMG_CONTEXT>\n' }}{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
+)
 PUBLISHED = {"idefics3": SMOL, "gemma3": GEMMA, "qwen2_5_vl": QWEN, "mistral3": PIXTRAL}
+PUBLISHED |= {"gemma4": GEMMA.replace("<start_of_image>", "<|image|>"), "internvl": INTERN}
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)

@@ -1,7 +1,7 @@
-"""Text models whose files hold more: a vision tower, a draft head, under the name of a wrapper.
+"""Models whose files hold more than is loaded: a vision tower, a draft head.
 
-transformers loads the text part of such files and saves that alone. What was trained goes back to
-the rest, byte for byte, so that a server finds the model that it knows.
+transformers saves what it has loaded, and of some files that is the text part alone. What was
+trained goes back to the rest, byte for byte, so that a server finds the model that it knows.
 """
 
 from pathlib import Path
@@ -30,11 +30,15 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
         return None
     whole, text = read_config(base), read_config(directory)
     inner = whole.get("text_config")
-    if not isinstance(inner, dict) or whole.get("model_type") == text.get("model_type"):
+    if not isinstance(inner, dict):
         return None
+    is_whole = whole.get("model_type") == text.get("model_type")
     with WeightsReader(base) as of_base, WeightsReader(directory) as saved:
         tied = {"lm_head.weight"}
-        if unknown := sorted(saved.tensors.keys() - of_base.tensors.keys() - tied):
+        unknown = sorted(saved.tensors.keys() - of_base.tensors.keys() - tied)
+        if unknown and is_whole:
+            return None
+        if unknown:
             return (
                 f"the model is that of text alone: {unknown[0]} is not in the base's files, whose "
                 "other parts are not with it"
@@ -53,8 +57,9 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
     homes |= dict.fromkeys(rest, _REST)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
     write_json(directory / _INDEX, index)
-    whole["text_config"] = {key: text[key] for key in text.keys() - _OF_A_MODEL}
-    whole.pop("torch_dtype", None)
-    whole["dtype"] = text.get("dtype")
-    write_config(directory, whole, None)
+    if not is_whole:
+        whole["text_config"] = {key: text[key] for key in text.keys() - _OF_A_MODEL}
+        whole.pop("torch_dtype", None)
+        whole["dtype"] = text.get("dtype")
+        write_config(directory, whole, None)
     return f"{len(rest)} tensors that text does not reach are the base's, as {rest[0]}"
