@@ -76,6 +76,15 @@ def test_a_terminal_that_was_closed_is_no_reader_either(tmp_path):
     assert (tmp_path / "terminal").read_text() == ""
 
 
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_nobody_reading(closed, tmp_path):
+    """A service starts a command with none of the three; an error still has its own exit code."""
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n")
+    for name, code in {"r": 0, "absent": 2}.items():
+        command = f"{sys.executable} -m trainkit config show {name}.yaml {closed}"
+        assert os.waitstatus_to_exitcode(os.system(f"cd {tmp_path}; {command}")) == code
+
+
 def test_a_full_disk_is_still_told():
     with pytest.raises(OSError, match="No space"), Path("/dev/full").open("w", buffering=1) as file:
         lasting(file).write("words\n")

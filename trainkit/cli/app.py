@@ -150,6 +150,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a signal stopped, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # A file that is opened takes the lowest free number: unless something is there, what a library
+    # prints goes into the first file of the run.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if len(arguments) == 2 and arguments[0] in _COMPLETION and not arguments[1].startswith("-"):
         return _serve_shell(*arguments)
     # Before torch is imported. Its threads would spin while they wait for each other: where other
