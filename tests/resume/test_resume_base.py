@@ -2,11 +2,17 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from project import RECIPE
 
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, Manifest, read_manifest
+from trainkit.errors import ResumeRefusedError
+from trainkit.recipe.schema import Recipe
+from trainkit.train.checkpoints import ResumePoint
+from trainkit.train.resume.begin import files_asked
+from trainkit.train.resume.changes import review
 
 LORA = "lora: {r: 4, alpha: 8}\n"
 CHANGES = {
@@ -70,3 +76,55 @@ def test_a_run_of_before_goes_on_with_a_word(begun):
     said = resumed(begun)
     assert said.code == 0, said.err
     assert "is of an older trainkit" in said.out + said.err
+
+
+DPO = {"objective": "dpo", "data": {"train": ["pairs.jsonl"]}}
+ASKED = {
+    "base": DPO | {"preference": {"precompute_reference": False}},
+    "teacher": {"objective": "distill", "distill": {"teacher": "m"}},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_weights_that_are_asked_along_the_way_are_compared(asked, tmp_path, tiny_llama):
+    """A teacher, and the model before training next to one that trains whole."""
+    place = shutil.copytree(tiny_llama, tmp_path / "m")
+    plain = json.loads(json.dumps(ASKED[asked]).replace('"m"', json.dumps(str(place))))
+    sections = {"model": {"name_or_path": str(place)}, "data": {"train": ["rows.jsonl"]}}
+    run = SimpleNamespace(
+        recipe=Recipe.model_validate(sections | plain), process=SimpleNamespace(local_rank=0)
+    )
+    before = files_asked(run)
+    weights = place / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, before)
+    with pytest.raises(ResumeRefusedError, match=rf"{asked}\.model\.safetensors: ") as refused:
+        review(point, {}, files_asked(run))
+    assert f"--allow-changed {asked}" in str(refused.value)
+    assert review(point, {}, files_asked(run), [asked]).accepted
+
+
+JUDGED = "generation_eval={data: [asked.jsonl], max_new_tokens: 2, metrics: ['judge.py:score']}"
+
+
+def test_what_judges_the_model_is_compared(project):
+    """The best model, and an early end, may hang on evaluation data, questions and metrics."""
+    rows = (project.root / "d.jsonl").read_text().rstrip("\n") + "\n"
+    files = {"judge.py": "def score(answer, reference):\n    return 1.0\n"}
+    files |= {"held.jsonl": rows, "asked.jsonl": rows.splitlines()[0] + "\n"}
+    for name, text in files.items():
+        (project.root / name).write_text(text)
+    begin = ("training.max_steps=2", "data.eval=[held.jsonl]", JUDGED)
+    said = project.sft("--config", "r.yaml", "--output-dir", "run", *begin)
+    assert said.code == 0, said.err
+    for name, text in files.items():
+        (project.root / name).write_text(text + ("#" if name == "judge.py" else text))
+    refused = resumed(project)
+    assert refused.code == 1
+    for name in files:
+        assert f"data.evaluation.{name}: " in refused.err
+    assert refused.err.count("--allow-changed data ") == 0
+    assert "accept it with --allow-changed data\n" in refused.err
+    asked = resumed(project, "data.eval=[held.jsonl]", "--allow-changed", "data")
+    assert asked.code == 0, asked.err

@@ -39,10 +39,17 @@ def second_model(recipe: Recipe, device: torch.device, tokenizer: Any = None) ->
             gguf_file=None,
             init="pretrained",
         )
-        if tokenizer is not None:
-            _refuse_other_tokens(source, tokenizer)
-    elif recipe.asks_reference != "second model":
-        return None
+        try:
+            if tokenizer is not None:
+                _refuse_other_tokens(source, tokenizer)
+            return _frozen(recipe, source, device)
+        except ModelError as error:  # loaders know one key
+            where = str(error.where).replace("model.name_or_path", "distill.teacher")
+            raise ModelError(error.what, where=where, fix=error.fix) from error
+    return _frozen(recipe, source, device) if recipe.asks_reference == "second model" else None
+
+
+def _frozen(recipe: Recipe, source: ModelOptions, device: torch.device) -> BuiltModel:
     built = build_model(
         source, packing=recipe.data.packing, lora=None, kernels=recipe.kernels, device=device
     )

@@ -13,9 +13,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 
-from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk
+from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk, file_digest
 from trainkit.checkpoint.whole.manifest import refuse_foreign
+from trainkit.data.files import resolve_files
 from trainkit.errors import CheckpointError
+from trainkit.options import ModelOptions
 from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
 from trainkit.run import RunDirectory
 from trainkit.run.starts import Start, append_start, begin_again, read_starts
@@ -26,8 +28,10 @@ from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.log import missed_evaluation
 from trainkit.train.prepare import trainer_arguments
 from trainkit.train.resume.changes import (
+    EVALUATION,
     IN_USE,
     PARTS,
+    TEACHER,
     Review,
     review,
     review_running,
@@ -65,19 +69,47 @@ def fingerprint_around(run: Run) -> dict[str, Any]:
     }
 
 
-def files_of_base(run: Run) -> dict[str, str] | None:
-    """The digests of the base's files; None where another process of this host reads them.
+def files_asked(run: Run) -> dict[str, dict[str, str] | None]:
+    """The digests of the files of the base, of a teacher, and of what judges the model.
 
-    A model that trains whole has its weights in every checkpoint, whatever the base's are by then.
+    A model that trains whole has its weights in every checkpoint, whatever the base's are by then,
+    unless the model before training is asked along the way.
+    """
+    model, distill = run.recipe.model, run.recipe.distill
+    is_asked = run.recipe.lora is not None or run.recipe.asks_reference == "second model"
+    is_asked = is_asked and model.init != "random"
+    found = {BASE: _digests(run, model, is_asked), EVALUATION: _judging(run)}
+    if distill is not None and distill.teacher is not None:
+        place = {"name_or_path": distill.teacher, "revision": distill.teacher_revision}
+        found[TEACHER] = _digests(run, model.replace(**place, gguf_file=None), True)
+    return found
+
+
+def _judging(run: Run) -> dict[str, str] | None:
+    """Of files: which model is the best, and when training ends, may hang on them."""
+    found, answers = {}, run.recipe.generation_eval
+    if run.process.local_rank != 0:
+        return None
+    if run.recipe.data.eval_sources:
+        found = {row["path"]: row["sha256"] for row in run.data.summary["eval"]["files"]}
+    if answers is not None:
+        files = [file for source in answers.data for file in resolve_files(source.path)]
+        own = [metric for metric in answers.metrics if isinstance(metric, str) and ":" in metric]
+        files += [Path(metric.rpartition(":")[0]) for metric in own]
+        found |= {str(file): file_digest(file.expanduser()) for file in files}
+    return found
+
+
+def _digests(run: Run, model: ModelOptions, weights: bool) -> dict[str, str] | None:
+    """Of a model's files; None where another process of this host reads them.
+
     None, too, of what cannot be read: the model will not load then, and that says why.
     """
-    model, lora = run.recipe.model, run.recipe.lora
     if run.process.local_rank != 0:
         return None
     try:
-        base = base_on_disk(model.name_or_path)
-        is_frozen = lora is not None and model.init != "random"
-        return base_files(base, weights=is_frozen, gguf_file=model.gguf_file)
+        place = base_on_disk(model.name_or_path, model.revision)
+        return base_files(place, weights=weights, gguf_file=model.gguf_file)
     except (CheckpointError, OSError):
         return None
 
@@ -100,7 +132,7 @@ def find_resumption(run: Run) -> None:
     console, resume = run.console, run.options.resume
     if resume is None:
         # Read while the model loads: its digests are known by the time they are asked for.
-        threading.Thread(target=files_of_base, args=(run,), daemon=True).start()
+        threading.Thread(target=files_asked, args=(run,), daemon=True).start()
         return
     point = decided_by_main(run.process, lambda: find_resume_point(resume))
     if point is None:
@@ -130,7 +162,7 @@ def _reviewed(run: Run, point: ResumePoint) -> Review:
     reviewed = review(
         point,
         settings_of(run.loaded),
-        {**run.fingerprint, BASE: files_of_base(run)},
+        {**run.fingerprint, **files_asked(run)},
         run.options.allow_changed,
         _accepted_before(point),
         sharded=run.layout.fits_its_ranks_only,
@@ -151,7 +183,7 @@ def review_built(run: Run) -> None:
     see it. What runs is in the fingerprint of what the run saves.
     """
     runs, point = run.built.runs, run.point
-    run.fingerprint = {**run.fingerprint, IN_USE: dict(runs), BASE: files_of_base(run)}
+    run.fingerprint = {**run.fingerprint, IN_USE: dict(runs), **files_asked(run)}
     if run.built.fp8_choice is not None:
         run.fingerprint[FP8] = run.built.fp8_choice.to_dict()
     if point is not None and not any(

@@ -7,7 +7,7 @@ order, processes, versions) needs ``--allow-changed``.
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -60,7 +60,23 @@ PARTS = "data_parts"
 IN_USE = "in_use"
 """Where a checkpoint keeps which kernels and which attention ran."""
 
-_AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE, BASE)
+TEACHER = "teacher"
+"""Where a checkpoint keeps the digests of a teacher's files, as under `BASE` of the base's."""
+
+EVALUATION = "data.evaluation"
+"""Where it keeps those of the files that judge the model."""
+
+_FILES: Mapping[str, tuple[str, ...]] = {
+    BASE: (),
+    TEACHER: (),
+    EVALUATION: ("data.eval", "generation_eval.data", "generation_eval.metrics"),
+}
+"""What is kept as digests of files, with the keys that ask for other ones."""
+
+_AROUND = (
+    *("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE),
+    *(BASE, TEACHER),
+)
 """What surrounds a run, whether or not this one's checkpoint has it."""
 
 
@@ -133,10 +149,10 @@ def review(
     known = [*settings, *point.settings, *fingerprint, *point.fingerprint]
     _refuse_unknown(allowed, known)
     changes = list(_differences(point.settings, settings)) if point.settings else []
-    before = {k: v for k, v in point.fingerprint.items() if k not in (PARTS, IN_USE, BASE)}
+    before = {k: v for k, v in point.fingerprint.items() if k not in (PARTS, IN_USE, *_FILES)}
     around = [
         *_differences(before, fingerprint, only_known=True),
-        *_other_files(point.fingerprint.get(BASE), fingerprint.get(BASE)),
+        *_other_files(point.fingerprint, fingerprint, {change.key for change in changes}),
     ]
     refused = {change.key: _reason(change, settings) for change in changes}
     if sharded:
@@ -271,7 +287,7 @@ def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _consent_key(key: str) -> str:
     """What to give ``--allow-changed`` for a key: versions and data go as a whole."""
     section = key.partition(".")[0]
-    return section if section in ("versions", "data", IN_USE, BASE) else key
+    return section if section in ("versions", "data", IN_USE, BASE, TEACHER) else key
 
 
 def _from_the_weights(point: ResumePoint) -> str:
@@ -305,12 +321,24 @@ def _differences(
                 yield Change(key, then, today)
 
 
-def _other_files(before: Any, now: Any) -> Iterable[Change]:
-    """Each file of the base that is not what it was; nothing where one side does not know."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                yield Change(f"{BASE}.{name}", before.get(name), now.get(name))
+def _other_files(
+    before: Mapping[str, Any], now: Mapping[str, Any], changed_keys: Container[str]
+) -> Iterable[Change]:
+    """Each file that is not what it was: changed, and not moved.
+
+    Nothing where one side does not know, or other files are asked for.
+    """
+    for kind, keys in _FILES.items():
+        then, today = before.get(kind), now.get(kind)
+        if not isinstance(then, dict) or not isinstance(today, dict):
+            continue
+        if any(key in changed_keys for key in keys) or sorted(then.values()) == sorted(
+            today.values()
+        ):
+            continue
+        for name in sorted({*then, *today}):
+            if then.get(name) != today.get(name):
+                yield Change(f"{kind}.{name}", then.get(name), today.get(name))
 
 
 def _unwritten(key: str, settings: Mapping[str, Any]) -> Any:
