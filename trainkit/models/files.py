@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import zipfile
 from collections.abc import Mapping
 from math import prod
@@ -29,6 +30,13 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
             "this is an adapter, and no model",
             where=str(directory),
             fix="give its base model, or merge the two: trainkit merge --help",
+        )
+    if not (directory / "config.json").exists() and (directory / "status.json").exists():
+        raise ModelError(
+            "this is a run directory, and no model",
+            where=str(directory),
+            fix=f"give the model that it has trained: {directory / 'final'}, or, of adapters, what "
+            f"this writes: {shlex.join(['trainkit', 'merge', str(directory), 'DIR'])}",
         )
     if (directory / "config.json").exists():
         refuse_counts(_object(directory / "config.json"), str(directory / "config.json"))

@@ -197,6 +197,12 @@ def test_a_length_beyond_the_context_is_told(name):
         assert part in said
 
 
+def test_a_run_directory_is_no_model(tmp_path):
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"run directory(.|\n)*/final, or(.|\n)*trainkit merge"):
+        check_exists(ModelOptions(str(tmp_path)))
+
+
 def test_a_table_of_positions_is_a_limit():
     config = GPT2Config(n_positions=64)
     assert context_warning(config, 64) is None
