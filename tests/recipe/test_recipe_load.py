@@ -311,6 +311,9 @@ def test_a_chat_template_is_jinja_or_a_file_of_it(load, tmp_path):
     assert read_chat_template(str(path)) == "{{ messages }}"
     assert read_chat_template("{{ bos_token }}") == "{{ bos_token }}"
     assert read_chat_template(None) is None
+    path.write_text(" \n")
+    with pytest.raises(RecipeError, match="it is empty"):  # and not the tokenizer's own
+        read_chat_template(str(path))
 
 
 def test_hub_names_are_left_to_the_hub(load, tmp_path):

@@ -315,7 +315,10 @@ def read_chat_template(choice: str | None) -> str | None:
         return choice
     path = Path(choice).expanduser()
     try:
-        return regular(path, RecipeError).read_text(encoding="utf-8")
+        text = regular(path, RecipeError).read_text(encoding="utf-8")
+        if not text.strip():  # which would stand for the tokenizer's own
+            raise ValueError("it is empty")
+        return text
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"data.chat_template: {path.absolute()} cannot be read: {error}",
