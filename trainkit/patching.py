@@ -1,8 +1,8 @@
 """``trainkit.patch``: everything that trainkit can swap into a model, in one call."""
 
+import sys
 from collections.abc import Mapping
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from trainkit.errors import PatchError
@@ -36,7 +36,8 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
         refuse_unknown(kernels, (*OPS, *LORA_OPS))
         report = patch_kernels(model, {op: on for op, on in kernels.items() if op in OPS})
         fused = {op: kernels.get(op, True) for op in LORA_OPS}
-    if not any(isinstance(module, LoraLayer) for module in model.modules()):
+    adapters = sys.modules.get("peft.tuners.lora")  # until it is imported no model has any
+    if not adapters or not any(isinstance(each, adapters.LoraLayer) for each in model.modules()):
         return report
     from trainkit.lora.fused import fuse
 

@@ -33,7 +33,6 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.job import Job, LayerKind, Matrices, ModelShape, stored_as
 from trainkit.kernels.autocast import compute_dtype
 from trainkit.kernels.launch import KERNEL_DTYPES, by_reference
-from trainkit.lora.adapter import attach
 from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
@@ -326,6 +325,8 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
                     parameter.data = parameter.data.float()
         by_path = None if plan is None else _by_path(model, plan)
         if job.adapters is not None:
+            from trainkit.lora.adapter import attach  # peft, which full fine-tuning does without
+
             model = attach(model, job.adapters.options)
         if by_path is not None:
             give_plan(model, by_path)

@@ -160,9 +160,9 @@ def estimate(
 
     Needs no GPU and no weights; of a model on the hub only its config.json is fetched.
     """
-    from trainkit.cli.quick_imports import import_quickly
+    from trainkit.cli.quick_imports import import_quickly, leave_others_out
 
-    import_quickly()
+    leave_others_out()
     from trainkit.estimate.estimate import estimate as estimate_plan
     from trainkit.estimate.estimate import lines
     from trainkit.estimate.gpus import gpu_of, this_gpu
@@ -172,6 +172,8 @@ def estimate(
 
     loaded = load_recipe(*choice.required())
     recipe = loaded.recipe
+    if recipe.lora is not None:
+        import_quickly()
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
     number = gpus or max(count_local_gpus(), 1)
     plan = plan_of(recipe, number)
