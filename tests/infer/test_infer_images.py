@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from commands import trainkit
-from pictures import Family
+from pictures import EVERYTHING, Family, write_rows
+from train.test_train_images_runs import write_recipe
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "idefics3", "mistral3"]
 FAMILIES += ["gemma3", "gemma4", "internvl"]
@@ -40,6 +41,31 @@ def test_answers_are_those_of_plain_transformers(model_type, tmp_path):
         images = [part for part in row["messages"][0]["content"] if isinstance(part, dict)]
         paths = [part["path"] for part in images if part["type"] == "image"]
         assert paths == [image.path for image in sample.get("images", ())]
+
+
+@pytest.mark.parametrize("model_type", ["idefics3", "gemma3"])
+def test_a_run_answers_held_out_rows_with_images(model_type, tmp_path):
+    """While it trains and behind it, as `generate` does; a row whose image is gone is skipped."""
+    (tmp_path / "held").mkdir()
+    rows = write_rows(tmp_path / "held").read_text().splitlines()
+    lost = {**json.loads(rows[0]), "id": "lost"}
+    lost["messages"][0]["content"][0]["image_url"]["url"] = "nowhere.png"
+    (tmp_path / "held/rows.jsonl").write_text("\n".join([*rows, json.dumps(lost)]))
+    held = {"data": ["held/rows.jsonl"], "max_new_tokens": 5, "batch_size": 4, "every": 4}
+    write_recipe(tmp_path, model_type, model__train=EVERYTHING, generation_eval=held)
+    said = trainkit(tmp_path, "sft", "--config", "r.yaml", "-o", "run")
+    assert said.code == 0, said.err
+    assert "1 held-out rows cannot be asked" in said.err
+    found = json.loads((tmp_path / "run/generation_eval.json").read_text())
+    words = ("--prompts", "held/rows.jsonl", "-o", "o.jsonl", "--greedy", "--max-new-tokens", "5")
+    (tmp_path / "held/rows.jsonl").write_text("\n".join(rows))
+    assert trainkit(tmp_path, "generate", "run", *words).code == 0
+    answers = [
+        json.loads(line)["answer"] for line in (tmp_path / "o.jsonl").read_text().split("\n")[:-1]
+    ]
+    last = {row["conversation"]: row["given"] for row in found["rows"]}
+    assert [last[number] for number in range(len(answers))] == answers
+    assert "<image>" in found["rows"][0]["question"]
 
 
 def test_models_of_text_refuse_images(tiny_qwen2, tmp_path):

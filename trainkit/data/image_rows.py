@@ -6,6 +6,7 @@ bring its image along; ``<image>`` in a text, or a part without one, takes the n
 """
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -164,14 +165,19 @@ def attach(parsed: ParsedRow, found: Found) -> ParsedRow:
     return replace(parsed, messages=tuple(messages))
 
 
-def located(conversation: Conversation, folder: Path) -> Conversation:
-    """The same with images as whole paths and URIs, which any directory can read."""
+def located(conversation: Conversation, *folders: Path) -> Conversation:
+    """The same with images as whole paths and URIs, which any directory can read.
+
+    A path starts at the first of the folders that has it.
+    """
 
     def whole(source: Source) -> str:
         if isinstance(source, bytes):
             return f"data:;base64,{base64.b64encode(source).decode()}"
-        is_path = "://" not in source and not source.startswith("data:")
-        return str(folder / Path(source).expanduser()) if is_path else source
+        if "://" in source or source.startswith("data:"):
+            return source
+        places = [str(folder / Path(source).expanduser()) for folder in folders]
+        return next(filter(os.path.lexists, places), places[0])
 
     turns = conversation.messages
     if not any(turn.images for turn in turns):

@@ -109,6 +109,15 @@ class PromptRenderer:
             raise DataError(error.detail, where="messages") from error
         return tuple(image for turn in seen.messages for image in turn.images)
 
+    def pixels(self, rows: Sequence[Row], device: Any) -> dict[str, Any]:
+        """What a model takes of the images of rows where it generates; nothing without any."""
+        images = [image for row in rows for image in self.images(row)]
+        if not images:
+            return {}
+        assert isinstance(self._vision, Vision)
+        found = {name: each.to(device) for name, each in self._vision.pixels(images).items()}
+        return {**found, "kinds": (self._vision.kinds, self._vision.token_id)}
+
     def _without_end(self, ids: list[int]) -> list[int]:
         """A plain text as training begins it: one bos, and no eos, which would end it here."""
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id

@@ -89,7 +89,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options or DataOptions()
-        self._vision = vision
+        self.vision = vision
         self._renderer = PromptRenderer(tokenizer, self.options, vision)
         own = model.generation_config.eos_token_id
         ids = [*stop_ids, *_as_list(own), *_as_list(tokenizer.eos_token_id)]
@@ -101,7 +101,7 @@ class Engine:
     def keep_system_prompts(self) -> None:
         """From now on render the system prompts of conversations, whatever the run did to them."""
         self.options = self.options.replace(system_policy="keep")
-        self._renderer = PromptRenderer(self.tokenizer, self.options, self._vision)
+        self._renderer = PromptRenderer(self.tokenizer, self.options, self.vision)
 
     def prompt_ids(self, question: Question) -> list[int]:
         """The token ids of a question with the opening of an answer, as in training."""
@@ -195,17 +195,10 @@ class Engine:
 
     def _seen(self, questions: Sequence[Question], sampling: SamplingOptions) -> dict[str, Any]:
         """What the model takes of the images of questions."""
-        images = [image for each in questions for image in self._renderer.images(_as_row(each))]
-        if not images:
-            return {}
-        assert isinstance(self._vision, Vision)
-        if sampling.num_beams > 1:
+        found = self._renderer.pixels([_as_row(each) for each in questions], self.model.device)
+        if found and sampling.num_beams > 1:
             raise DataError("beams have not been tried with images", fix="ask with one beam")
-        pixels = self._vision.pixels(images)
-        kinds = (self._vision.kinds, self._vision.token_id)
-        return {name: each.to(self.model.device) for name, each in pixels.items()} | {
-            "kinds": kinds
-        }
+        return found
 
     def _answer(
         self, question: Question, prompt: Sequence[int], ids: Sequence[int], was_stopped: bool

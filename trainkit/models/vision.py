@@ -135,7 +135,8 @@ class Sight:
             if hasattr(module, "config"):
                 module.config._attn_implementation = TOWER_ATTENTION
         self._inner: Callable[..., Any] = base.get_image_features
-        base.get_image_features = self._features
+        features = functools.partial(self._features)  # `generate` reads the signature
+        base.get_image_features = functools.update_wrapper(features, self._inner)
         base.register_forward_pre_hook(self._before, with_kwargs=True)
         base.sight = self
 

@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trainkit.data.datasets import PreparedData, hold_out
 from trainkit.data.files import read_rows, resolve_files
 from trainkit.data.formats import decode_row, read_row
+from trainkit.data.image_rows import has_images, located
 from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions
 from trainkit.data.sources import Progress, prepare, sources_of
@@ -46,7 +47,7 @@ from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitErro
 from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
 from trainkit.objectives.sft import distinct_labels
 from trainkit.objectives.table import refuse_unfit_feeding
-from trainkit.options import Source
+from trainkit.options import ImageOptions, Source
 from trainkit.parallel import Layout
 
 if TYPE_CHECKING:
@@ -637,28 +638,46 @@ def _padding(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None) -> 
     return int(pad_token_id)
 
 
-def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Conversation], int]:
-    """Whole conversations with their tools, for questions to a trained model.
+def read_conversations(
+    sources: Sequence[Source],
+    ledger: Path,
+    vision: Vision | NoVision | None = None,
+    options: ImageOptions | None = None,
+) -> tuple[list[Conversation], int]:
+    """Whole conversations with their tools and images, for questions to a trained model.
 
     Returns:
-        The conversations, and how many rows are none.
+        The conversations, and how many rows are none, or have an image that cannot be read.
+
+    Raises:
+        ModelError: rows have images, and the model's are not read.
+        DataError: there is no conversation.
     """
+    options, sees = options or ImageOptions(), isinstance(vision, Vision)
+    folder = [] if options.folder is None else [Path(options.folder).absolute()]
     entries = Ledger(ledger)
-    conversations = []
+    conversations, why = [], ""
     for source in sources:
         for file in resolve_files(source.path):
             for row in read_rows(file):
                 try:
-                    parsed = read_row(decode_row(row), source.format, source.columns)
+                    content = decode_row(row)
+                    if isinstance(vision, NoVision) and has_images(content):
+                        raise vision.error(f"{file}:{row.line}")
+                    parsed = read_row(content, source.format, source.columns, images=sees)
                     if not isinstance(parsed, Conversation):
                         raise RowError("no_messages", "the row is not a conversation")
+                    parsed = located(parsed, file.absolute().parent, *folder)
+                    if isinstance(vision, Vision):
+                        vision.load_all(parsed, Path(), options)
                     conversations.append(validate(parsed, needs_assistant=True))
                 except RowError as error:
+                    why = why or f"{file}:{row.line}: {error.detail}"
                     entries.add(Entry(str(file), row.line, "dropped", error.reason, error.detail))
     entries.close()
     if sources and not conversations:
         raise DataError(
-            "there is no conversation to ask questions from",
+            "there is no conversation to ask questions from" + (f": {why}" if why else ""),
             where=f"generation_eval.data: {sources[0].path}",
             fix="give files with conversations in the messages format",
         )

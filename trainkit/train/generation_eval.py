@@ -11,9 +11,11 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.images import IMAGE
 from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
 from trainkit.data.prompt import PromptRenderer
+from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import RecipeError
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
 from trainkit.models.context import context_of
@@ -95,6 +97,7 @@ def evaluate_answers(
     stop_token_ids: Sequence[int] = (),
     options: DataOptions | None = None,
     metrics: Sequence[AnswerMetric] = (),
+    vision: Vision | NoVision | None = None,
 ) -> GenerationEvalResult:
     """Generate every assistant turn greedily from the reference turns before it.
 
@@ -105,7 +108,7 @@ def evaluate_answers(
     The conversations' assistant turns are the references; without ``stop_token_ids`` the model's
     own generation settings say what ends an answer.
     """
-    renderer = PromptRenderer(tokenizer, options)
+    renderer = PromptRenderer(tokenizer, options, vision)
     questions = [
         (number, turn, renderer.input_ids(conversation.first(turn)))
         for number, conversation in enumerate(conversations)
@@ -117,11 +120,13 @@ def evaluate_answers(
     for start in range(0, len(questions), batch_size):
         batch = questions[start : start + batch_size]
         prompts = [prompt for _, _, prompt in batch]
-        given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids)
+        rows = [conversations[number].first(turn) for number, turn, _ in batch]
+        pixels = renderer.pixels(rows, model.device)
+        given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids, pixels)
         for (number, turn, _), text in zip(batch, given, strict=True):
             conversation = conversations[number]
             expected = _expected(renderer, tokenizer, conversation.first(turn + 1))
-            question = conversation.messages[turn - 1].content
+            question = conversation.messages[turn - 1].content.replace(IMAGE, "<image>")
             scores = {metric.name: metric.judge(text, expected) for metric in metrics}
             exact = bool(is_exact(text, expected))
             answers.append(Answer(number, turn, question, expected, text, exact, scores))
@@ -146,6 +151,7 @@ def _generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
+    pixels: Mapping[str, Any],
 ) -> list[str]:
     """The model's continuations of a batch, without special tokens."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -157,6 +163,7 @@ def _generate(
         do_sample=False,
         use_cache=True,
         pad_token_id=pad,
+        **pixels,
         **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
     )
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -191,6 +198,7 @@ def answer(loop: LoopState, model: nn.Module) -> GenerationEvalResult:
         stop_token_ids=run.data.stop_token_ids,
         options=run.data_options,
         metrics=run.metrics,
+        vision=run.vision,
     )
     return GenerationEvalResult(tuple(row for one in gather_object([result]) for row in one.rows))
 
@@ -248,9 +256,12 @@ def load_questions(run: Run, ledger: Path) -> None:
         )
     if generation is not None:
         sources = run.recipe.data.with_format(generation.data)
-        conversations, num_dropped = read_conversations(sources, ledger)
+        found = read_conversations(sources, ledger, run.vision, run.data_options.images)
+        conversations, num_dropped = found
         if num_dropped:
-            run.console.warn(f"{num_dropped} held-out rows are not conversations and were skipped")
+            run.console.warn(
+                f"{num_dropped} held-out rows cannot be asked and were skipped: {ledger} says why"
+            )
         run.held_out = conversations[: generation.max_samples]
         references = [
             message.content

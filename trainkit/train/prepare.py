@@ -127,6 +127,8 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     cache_dir = str(ledger.parent) if run.options.dry_run else None
     run.data_options = data_options(recipe, cache_dir=cache_dir)
     objective = objective_of(recipe.objective, recipe.distill)
+    if objective.takes_images:
+        run.vision = vision_of(recipe.model, run.tokenizer)
     return prepare_run_data(
         data.with_format(data.train),
         data.with_format(data.eval_sources),
@@ -142,7 +144,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
         num_shards=run.layout.data_size * workers,
         row_parts=recipe.parallel.sequence,
         held_out=data.eval_part,
-        vision=vision_of(recipe.model, run.tokenizer) if objective.takes_images else None,
+        vision=run.vision,
     )
 
 

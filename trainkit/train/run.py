@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from trainkit.data.messages import Conversation
     from trainkit.data.options import DataOptions
+    from trainkit.data.vision import NoVision, Vision
     from trainkit.estimate.estimate import Estimate
     from trainkit.evals.metrics import AnswerMetric
     from trainkit.evals.tasks import LoadedTasks
@@ -44,6 +45,7 @@ class Run:
         held_out: conversations to be answered.
         metrics: how answers are judged.
         data_options: how training renders conversations.
+        vision: how the model takes images, or why none are read; None of a model of text.
         tasks: the questions of benchmarks; None where there are none.
         expected: the estimate of memory and time; None on a CPU.
         fingerprint: data, processes and versions, which a continued run must share.
@@ -68,6 +70,7 @@ class Run:
     held_out: Sequence[Conversation] = ()
     metrics: Sequence[AnswerMetric] = ()
     data_options: DataOptions = field(init=False)
+    vision: Vision | NoVision | None = None
     tasks: LoadedTasks | None = None
     expected: Estimate | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
