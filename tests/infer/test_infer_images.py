@@ -7,6 +7,13 @@ import torch
 from commands import trainkit
 from pictures import EVERYTHING, Family, write_rows
 from train.test_train_images_runs import write_recipe
+from transformers import AutoModelForCausalLM
+
+from trainkit.cli.commands.chat import Chat
+from trainkit.errors import DataError
+from trainkit.infer.conversation import ChatHistory
+from trainkit.infer.engine import Engine
+from trainkit.infer.sampling import SamplingOptions
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "idefics3", "mistral3"]
 FAMILIES += ["gemma3", "gemma4", "internvl"]
@@ -66,6 +73,31 @@ def test_a_run_answers_held_out_rows_with_images(model_type, tmp_path):
     last = {row["conversation"]: row["given"] for row in found["rows"]}
     assert [last[number] for number in range(len(answers))] == answers
     assert "<image>" in found["rows"][0]["question"]
+
+
+def test_a_chat_shows_pictures(tmp_path, capsys, tiny_qwen2):
+    """The ids of training; a wrong path is named, and a model of text says that it takes none."""
+    family = Family("idefics3", tmp_path)
+    engine = Engine(family.plain(), family.tokenizer, vision=family.vision)
+    chat = Chat(engine, ChatHistory(), SamplingOptions(max_new_tokens=3, greedy=True))
+    sample = next(each for each in family.data if len(each.get("images", ())) == 2)
+    with pytest.raises(DataError, match=r"there is no image .*nowhere\.png"):
+        chat.command("/image nowhere.png")
+    for image in sample["images"]:
+        chat.command(f"/image {image.path}")
+    chat.ask("What is this?")
+    assert chat.last_ids.count(family.vision.token_id) == sum(
+        e.num_tokens for e in sample["images"]
+    )
+    with pytest.raises(DataError, match="backticks"):
+        chat.ask("<image>?")
+    assert not chat.images
+    chat.command(f"/save {tmp_path / 'saved.jsonl'}")
+    saved = json.loads((tmp_path / "saved.jsonl").read_text())["messages"][0]["content"]
+    assert [part.get("path") for part in saved[:2]] == [image.path for image in sample["images"]]
+    text = Engine(AutoModelForCausalLM.from_pretrained(tiny_qwen2), family.tokenizer)
+    with pytest.raises(DataError, match="takes none"):
+        Chat(text, ChatHistory(), SamplingOptions()).command(f"/image {sample['images'][0].path}")
 
 
 def test_models_of_text_refuse_images(tiny_qwen2, tmp_path):

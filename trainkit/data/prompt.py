@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.encode import Encoder
 from trainkit.data.formats import parse_messages
+from trainkit.data.image_rows import attach, pull
 from trainkit.data.images import Image
 from trainkit.data.masking import preserved_prompt
 from trainkit.data.messages import Conversation, Row, RowError, TokenRow, join_users
@@ -132,9 +133,17 @@ class PromptRenderer:
 def conversation_of(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> Conversation:
-    """OpenAI messages and the JSON schemas of tools, as training reads them."""
-    row = {"messages": list(messages), "tools": None if tools is None else list(tools)}
+    """OpenAI messages and the JSON schemas of tools, as training reads them.
+
+    Images are in parts of messages; ``<image>`` in a lone text is text.
+    """
+    row: Mapping[str, Any] = {"messages": list(messages), "tools": tools and list(tools)}
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
     try:
-        return parse_messages(row)
+        row, found = pull(row) if has_parts else (row, None)
+        parsed = parse_messages(row)
+        attached = parsed if found is None else attach(parsed, found)
+        assert isinstance(attached, Conversation)
+        return attached
     except RowError as error:
         raise DataError(error.detail, where="messages") from error

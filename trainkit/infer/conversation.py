@@ -1,6 +1,7 @@
 """A conversation that grows by questions and answers, and can be trained on afterwards."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ class ChatHistory:
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def with_question(self, text: str) -> list[dict[str, Any]]:
+    def with_question(self, text: str, images: Sequence[str] = ()) -> list[dict[str, Any]]:
         """The messages to answer; nothing is kept until ``add`` is called."""
-        return [*self.all(), {"role": "user", "content": text}]
+        return [*self.all(), _turn(text, images)]
 
-    def add(self, question: str, answer: str, *, is_whole: bool = True) -> None:
+    def add(
+        self, question: str, answer: str, images: Sequence[str] = (), *, is_whole: bool = True
+    ) -> None:
         """Keep a question and its answer.
 
         Args:
             question: the user's text.
+            images: paths of the images in front of it.
             answer: the model's.
             is_whole: an answer that was cut short is kept for the context, and marked so that
                 training on the saved conversation leaves it out.
@@ -31,7 +35,7 @@ class ChatHistory:
         reply: dict[str, Any] = {"role": "assistant", "content": answer}
         if not is_whole:
             reply["train"] = False
-        self.messages += [{"role": "user", "content": question}, reply]
+        self.messages += [_turn(question, images), reply]
 
     def all(self) -> list[dict[str, Any]]:
         start = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -82,3 +86,9 @@ class ChatHistory:
         except OSError as error:
             raise DataError(f"it cannot be written: {error.strerror}", where=str(path)) from error
         return len(lines) + 1
+
+
+def _turn(text: str, images: Sequence[str]) -> dict[str, Any]:
+    """A turn of the user; its images go before its text."""
+    parts = [{"type": "image", "path": path} for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}

@@ -107,6 +107,10 @@ class Engine:
         """The token ids of a question with the opening of an answer, as in training."""
         return self._renderer.input_ids(_as_row(question))
 
+    def check_images(self, question: Question) -> None:
+        """Refuse images that cannot be read, or that the model does not take."""
+        self._renderer.images(_as_row(question))
+
     def check_fit(self, question: Question) -> None:
         """Refuse a question that leaves no room for an answer.
 

@@ -187,6 +187,7 @@ def generate(
 
 HELP = """/reset      start a new conversation
 /undo       take back the last question and its answer
+/image PATH show a picture with the next question; several go in their order
 /save FILE  add the conversation to a messages file that trains again
 /system X   set the system prompt (nothing removes it) and start again
 /ids        show the token ids that the model saw last
@@ -236,6 +237,7 @@ class Chat:
     show_ids: bool = False
     as_json: bool = False
     last_ids: tuple[int, ...] = ()
+    images: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Read lines until /quit or the end of the input."""
@@ -262,11 +264,18 @@ class Chat:
         rest = rest.strip()
         if word in ("/quit", "/exit"):
             return False
+        if word in ("/reset", "/system"):
+            self.images = ()
         if word == "/reset":
             self.history.reset()
             note("a new conversation")
         elif word == "/undo":
             note("taken back" if self.history.undo() else "there is nothing to take back")
+        elif word == "/image" and rest:
+            images = (*self.images, str(Path(rest).expanduser().absolute()))
+            self.engine.check_images(self.history.with_question("", images))
+            self.images = images
+            note(f"images that go with the next question: {len(images)}")
         elif word == "/save" and rest:
             number = self.history.save(Path(rest).expanduser())
             note(f"saved: {rest} holds {number} conversation{'s' if number > 1 else ''}")
@@ -283,7 +292,7 @@ class Chat:
 
     def ask(self, question: str) -> None:
         """Stream the answer to a question and keep both."""
-        messages = self.history.with_question(question)
+        messages = self.history.with_question(question, self.images)
         if self.show_ids:
             note(" ".join(map(str, self.engine.prompt_ids(messages))))
         with _ctrl_c_stops() as should_stop:
@@ -304,7 +313,8 @@ class Chat:
         self.last_ids = (*answer.input_ids, *answer.output_ids)
         if answer.finish != "stop":
             note(_CUT[answer.finish])
-        self.history.add(question, answer.text, is_whole=answer.finish == "stop")
+        self.history.add(question, answer.text, self.images, is_whole=answer.finish == "stop")
+        self.images = ()
 
 
 def _lines() -> Iterator[str]:
