@@ -60,6 +60,8 @@ MARKS: Mapping[bytes, str] = {
 }
 """The first bytes of files that are not text, and what they are."""
 
+_AGAIN = "copy or download it again, or name it as what it is"
+
 
 def container(file: Path) -> tuple[str, str]:
     """The suffixes of a file, in small letters: of what it holds, and of its compression."""
@@ -195,10 +197,9 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePosition) -> Iterator[Ra
                 elif start.first:
                     yield from _line_rows(start, stream, max_row_bytes)
     except (*DAMAGED, EOFError) as error:
-        if isinstance(error, EOFError) or "Truncated" in str(error):  # as pyarrow says it
-            what, fix = "the compressed file ends too early", "copy or download it again"
-            raise DataError(what, where=str(file), fix=fix) from error
-        raise DataError(f"the file cannot be read: {error}", where=str(file)) from error
+        is_short = isinstance(error, EOFError) or "Truncated" in str(error)  # as pyarrow says it
+        what = "compressed file ends too early" if is_short else f"file cannot be read: {error}"
+        raise DataError(f"the {what}", where=str(file), fix=_AGAIN) from error
 
 
 @dataclass(frozen=True)
@@ -422,7 +423,12 @@ def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
             fix="convert it: iconv -f <its encoding> -t utf-8",
         ) from error
     except csv.Error as error:
-        raise DataError(f"bad csv: {error}", where=f"{file}:{reader.line_num}") from error
+        raise DataError(
+            f"bad csv: {error}",
+            where=f"{file}:{reader.line_num}",
+            fix="correct this line or one before: quotes around a field come in pairs, and one "
+            "within is written twice",
+        ) from error
 
 
 def _parquet_rows(file: Path) -> Iterator[RawRow]:
@@ -437,7 +443,8 @@ def _parquet_rows(file: Path) -> Iterator[RawRow]:
                 number += 1
                 yield RawRow(number, without_nulls(row))
     except pyarrow.ArrowException as error:
-        raise DataError(f"the parquet file cannot be read: {error}", where=str(file)) from error
+        what = f"the parquet file cannot be read: {error}"
+        raise DataError(what, where=str(file), fix=_AGAIN) from error
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,16 @@ def test_every_container_is_read_in_any_case(write, tmp_path, compression, suffi
     assert resolve_files(str(tmp_path)) == [path]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl.gz", LINES), ("a.parquet", b"PAR1"), ("a.csv", b'a,b\n"open,1\n')],
+)
+def test_a_file_that_is_not_what_it_is_called_has_a_fix(write, name, content):
+    with pytest.raises(DataError) as refused:
+        read(write(content, name))
+    assert refused.value.fix
+
+
 @pytest.mark.parametrize("suffix", PACKED)
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:40] + data[60:]])
 def test_damaged_compressed_files_are_errors(write, suffix, damage):
