@@ -80,3 +80,15 @@ def test_samples_alone_train_as_in_plain_transformers(family):
     expected = gradients(family.plain().train(), [family.plain_batch(each) for each in samples])
     padded = [family.collator(False)(samples[:5]), family.collator(False)(samples[5:])]
     assert_same(gradients(family.build(packing=False), padded), expected)
+
+
+def test_a_batch_without_images_calls_what_sees_and_learns_nothing_from_it(family):
+    batch = family.collator(False)([next(one for one in family.data if not one.get("images"))])
+    model = family.build(packing=False)
+    loss, expected = gradients(model, [batch])
+    model.base_model.sight.is_everywhere = True
+    seen, found = gradients(model, [batch])
+    assert seen == loss
+    assert any("vis" in name for name in found.keys() - expected.keys())
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected.get(name, torch.zeros_like(gradient))), name

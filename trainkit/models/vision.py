@@ -243,7 +243,7 @@ class Sight:
                 "image_position_ids": places,
             }
         side = patch * self.config.spatial_merge_size
-        return {
-            "pixel_values": torch.zeros(1, 3, side, side),
-            "image_sizes": torch.tensor([[side, side]]),
+        return {  # of two tokens: of one, transformers loses the axis
+            "pixel_values": torch.zeros(1, 3, side, 2 * side),
+            "image_sizes": torch.tensor([[side, 2 * side]]),
         }

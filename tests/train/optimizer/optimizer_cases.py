@@ -1,6 +1,7 @@
 """A model with weights of every kind, and its optimizer, driven as the Trainer drives them."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Plan(NamedTuple):
     lora_plus_ratio: float | None = None
     in_backward: bool = False
     keeps_masters: bool = True
+    part_ratio: Callable[[nn.Parameter], float | None] = lambda _: None
 
 
 class Tiny(nn.Module):

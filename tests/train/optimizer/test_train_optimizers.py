@@ -62,6 +62,20 @@ def test_an_optimizer_is_freed_with_its_model(tmp_path):
     assert not [name for name, each in known.items() if each() is not None]
 
 
+@pytest.mark.parametrize("row", HERE, ids=lambda row: row.name)
+def test_the_first_step_of_a_part_is_as_long_as_its_rate(row, tmp_path):
+    def moved(ratio):
+        plan = Plan(part_ratio=lambda each: ratio if each.shape == (72, 64) else None)
+        run = Run(row.name, tmp_path, plan, torch.float32)
+        before = run.weights()
+        return [now - was for now, was in zip(run.step(0).weights(), before, strict=True)]
+
+    for whole, half in zip(moved(None), moved(0.5), strict=True):
+        share = 0.5 if whole.shape == (72, 64) else 1.0
+        torch.testing.assert_close(half, share * whole, rtol=1e-3, atol=1e-6)
+        assert whole.abs().max() > 1e-5
+
+
 FEW = ("adamw_torch_fused", "adamw_8bit", "adafactor", "muon")
 """One of each kind: the others go the two ways that differ most."""
 
