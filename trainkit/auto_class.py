@@ -31,6 +31,8 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
 
     Models that also take images (qwen2_vl) are not causal language models to transformers, though
     they train on text alone as such; what they are saved as is then what they were loaded as.
+    Where transformers has a class for the text alone (qwen3_5), the one that sees is loaded if its
+    images can be trained, unless the configuration names the other, see `text_alone`.
 
     Args:
         config: the model's own, not its text part.
@@ -39,9 +41,26 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     text, with_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     sees = type(config) in with_images._model_mapping and not own_code
-    if sees and (config.model_type in VISION or type(config) not in text._model_mapping):
+    is_trained = config.model_type in VISION and _text_class(config) not in _named(config)
+    if sees and (is_trained or type(config) not in text._model_mapping):
         return with_images
     return text  # where neither knows it, it names the model and what it knows
+
+
+def text_alone(config: Any, wanted: bool = True) -> Any:
+    """The configuration, of transformers' class of text alone from now on, where there is one."""
+    if wanted and (name := _text_class(config)) is not None:
+        config.architectures = [name]
+    return config
+
+
+def _text_class(config: Any) -> str | None:
+    known = transformers.AutoModelForCausalLM._model_mapping
+    return known[type(config)].__name__ if type(config) in known else None
+
+
+def _named(config: Any) -> list[str]:
+    return config.architectures or []
 
 
 def refuse_scalar_head(architectures: object, where: str) -> None:
@@ -70,10 +89,11 @@ def empty_model(
 
 
 def whole_model(
-    directory: Path, *, trust_remote_code: bool, **options: Any
+    directory: Path, *, trust_remote_code: bool, alone: bool = False, **options: Any
 ) -> transformers.PreTrainedModel:
-    """The model of a directory, with its weights."""
+    """The model of a directory, with its weights; see `text_alone`."""
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = text_alone(config, alone)
     model: transformers.PreTrainedModel = auto_class(config).from_pretrained(
         directory, trust_remote_code=trust_remote_code, **options
     )

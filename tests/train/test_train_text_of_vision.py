@@ -7,7 +7,7 @@ from lab import built
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import auto_class, text_alone
 from trainkit.lora import LoraOptions
 
 TEXT = {
@@ -94,3 +94,11 @@ def test_text_trains_the_text_model_and_leaves_the_tower(qwen2_vl, lora, tmp_pat
 
 def test_plain_causal_models_stay_with_their_auto_class():
     assert auto_class(AutoConfig.for_model("qwen2")) is AutoModelForCausalLM
+
+
+def test_the_class_of_text_alone_is_taken_where_it_is_asked_for():
+    """By pipelines, and for adapters over it: a tower is no part of either."""
+    for model_type, other in {"qwen3_5": AutoModelForCausalLM, "qwen2_vl": None}.items():
+        config = AutoConfig.for_model(model_type)
+        assert auto_class(config) is AutoModelForImageTextToText
+        assert auto_class(text_alone(config)) is (other or AutoModelForImageTextToText)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit.auto_class import empty_model, refuse_scalar_head
-from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
+from trainkit.auto_class import empty_model, refuse_scalar_head, text_alone
+from trainkit.checkpoint.weights.adapter import PREFIX, is_of_text_alone, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import adapter_file
@@ -34,7 +34,7 @@ def prove_base(
 ) -> None:
     """Compare shapes and every byte of the base; neither model is loaded."""
     base = source.name_or_path
-    config = load_config(source)
+    config = text_alone(load_config(source), is_of_text_alone(adapter))
     wrong = _misfits(adapter, empty_model(config, trust_remote_code=source.trust_remote_code))
     if wrong:
         more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from trainkit.checkpoint.weights.adapter import vocabulary_rows
+from trainkit.checkpoint.weights.adapter import is_of_text_alone, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
 from trainkit.checkpoint.weights.reader import refuse_not_finite
 from trainkit.checkpoint.whole.manifest import UNPROVED, verify_model
@@ -331,6 +331,7 @@ def load_engine(
         attention=own_attention(source),
         quantization=packing,
         device=None if late else place,
+        alone=paths.adapter is not None and is_of_text_alone(paths.adapter),
     )
     _refuse_not_finite(model, source)
     if quantize is not None and late:

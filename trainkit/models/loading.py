@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from trainkit.auto_class import auto_class, empty_model
+from trainkit.auto_class import auto_class, empty_model, text_alone
 from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
 from trainkit.models.tokenizer import (
@@ -64,6 +64,7 @@ def load_model(
     device: torch.device | None = None,
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
+    alone: bool = False,
 ) -> PreTrainedModel:
     """Load (or, with ``init: random``, build) the model; ``use_cache`` is off for training.
 
@@ -75,13 +76,13 @@ def load_model(
         quantization: a transformers quantization config, or None.
         device: where the weights go; None leaves them where the loader puts them.
         load_part: loads what this rank holds of the model; the rest is on the meta device.
-        reads_parts: says of a model on the meta device whether ranks read their parts of it when
-            it is sharded; it is then returned without weights, if its files can be read so.
+        reads_parts: whether ranks read their parts of a model on the meta device, returned then.
+        alone: as transformers' class of text alone, see `text_alone`; parts of a model are.
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
     with explained(source, "model"):
-        config = load_config(source)
+        config = text_alone(load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
         quantization = _sparing_towers(quantization, config, source) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code

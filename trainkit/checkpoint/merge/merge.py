@@ -26,7 +26,7 @@ from trainkit.checkpoint.merge.merged_weights import (
     quantized_names,
 )
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
-from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
+from trainkit.checkpoint.weights.adapter import Adapter, is_of_text_alone, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.export import (
@@ -131,7 +131,8 @@ def merge_adapter(
         merged: MergedWeights | PeftWeights
         if by_peft:
             progress("loading the base: the adapter changes weights that its files split or rename")
-            loaded = whole_model(base, trust_remote_code=trusted, dtype=torch.float32)
+            alone = is_of_text_alone(adapter.directory)
+            loaded = whole_model(base, trust_remote_code=trusted, alone=alone, dtype=torch.float32)
             merged = PeftWeights(reader, loaded, adapter, dtype=dtype, packing=packing)
         else:
             merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.weights.adapter import read_adapter_config
+from trainkit.checkpoint.weights.adapter import is_of_text_alone, read_adapter_config
 from trainkit.checkpoint.weights.export import TensorSource
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.errors import CheckpointError
@@ -121,7 +121,8 @@ def compare_with_adapter(
 
     encoded = _encode(merged, prompts, trusted)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loaded(base, device, None if packed else packed_from, trusted) as plain:
+    of_text = is_of_text_alone(adapter)
+    with _loaded(base, device, None if packed else packed_from, trusted, of_text) as plain:
         for name, parameter in plain.named_parameters():
             if packed_from is not None and through is not None and name in packed:
                 parameter.data = through(parameter.data, packed_from).float()
@@ -183,7 +184,11 @@ def _encode(directory: Path, prompts: Sequence[str], trusted: bool) -> _Encoded:
 
 @contextmanager
 def _loaded(
-    directory: Path, device: str, packed_from: torch.dtype | None, trusted: bool
+    directory: Path,
+    device: str,
+    packed_from: torch.dtype | None,
+    trusted: bool,
+    alone: bool = False,
 ) -> Iterator[Any]:
     from transformers import BitsAndBytesConfig
 
@@ -200,6 +205,7 @@ def _loaded(
     model = whole_model(
         directory,
         trust_remote_code=trusted,
+        alone=alone,
         dtype=packed_from or torch.float32,
         device_map=device,
         quantization_config=packing,

@@ -177,6 +177,12 @@ def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     return adapter_from_tensors(directory, config, tensors)
 
 
+def is_of_text_alone(directory: Path) -> bool:
+    """Whether an adapter names no text part of a model that sees: its base was text alone."""
+    with adapter_file(directory) as file:
+        return not any(".language_model." in key for key in file.tensors)
+
+
 def vocabulary_rows(directory: Path) -> int | None:
     """Rows of the embedding that an adapter brings along; None if it brings none.
 

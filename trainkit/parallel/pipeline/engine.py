@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from trainkit.auto_class import text_alone
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.parallel import ParallelOptions
@@ -199,7 +200,7 @@ class Pipeline(InParts):
     def refuse_model(self, config: Any, replica_of: Callable[[Any], Any]) -> None:
         """Refuse a model with too few layers, or that is no chain of them, see `find_chain`."""
         Share.of(self._options, 0, config.get_text_config().num_hidden_layers)
-        self._found = find_chain(config, replica_of)
+        self._found = find_chain(text_alone(config), replica_of)  # a tower is no part of it
 
     @property
     def _chain(self) -> Chain:
