@@ -47,6 +47,7 @@ def test_each_key_is_read_by_what_takes_its_section():
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     # These two are handed to peft as all keys are that its LoraConfig has.
     read |= {"alpha", "use_rslora"}
+    read |= {"precompute_reference"}  # through `Recipe.asks_reference`
     keys = [entry.key for entry in key_references() if not entry.key.startswith("training.")]
     assert not [key for key in keys if key.rpartition(".")[2] not in read]
 
