@@ -68,7 +68,7 @@ def new(
 ) -> None:
     """List the recipes that come with trainkit, or write one here to be edited.
 
-    ``trainkit new quickstart`` also makes the tiny model and the conversations of the quickstart.
+    ``trainkit new quickstart`` also makes its tiny model and rows; quickstart-images, pictures.
     ``--model`` fills a recipe in for a model, data and a GPU, ``--from`` translates another tool's.
     """
     given = [each for each in (name, model, origin) if each is not None]
@@ -102,7 +102,11 @@ def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> N
 
     text = shipped_text(name)
     write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
-    if name.startswith(QUICKSTART):
+    if name == f"{QUICKSTART}-images":
+        from trainkit import quickstart_images
+
+        quickstart_images.make_assets(Path(QUICKSTART) / "images")
+    elif name.startswith(QUICKSTART):
         from trainkit.quickstart import make_assets
 
         make_assets(Path(QUICKSTART))
