@@ -101,7 +101,8 @@ def test_a_run_trains_what_a_plain_loop_trains(model_type, tmp_path):
     # Weights that no image and no text reaches stay as they are.
     groups = {1e-3: [], 1e-4: [], 4e-3: []}
     for name, parameter in model.named_parameters():
-        is_projector = any(part in name for part in ("merger", "connector", "projector"))
+        projectors = ("merger", "connector", "projector", "embed_vision")
+        is_projector = any(part in name for part in projectors)
         groups[4e-3 if is_projector else 1e-4 if "vis" in name else 1e-3].append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": each, "lr": rate} for rate, each in groups.items()], weight_decay=0.0
