@@ -159,6 +159,9 @@ IN_PARTS = [
     *((each, {"model__train": EVERYTHING}) for each in NEWER),
 ]
 
+ONE_WAY = {"qwen3_5": "zero3", "gemma4": "fsdp2", "internvl": "none"}
+"""Families that differ by their towers alone are spread one way each: a start takes seconds."""
+
 
 @pytest.mark.parametrize(("model_type", "given"), IN_PARTS, ids=["full", "frozen", "lora", *NEWER])
 def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
@@ -190,7 +193,8 @@ def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
     if "model__train" in given:
         ways |= {"none": "training.logging_steps=1", "zero2": "parallel.shard=zero2"}
         ways["apart"] = "training.ddp_find_unused_parameters=false"
-    for name, way in ways.items():
+    wanted = [ONE_WAY[model_type]] if model_type in ONE_WAY else list(ways)
+    for name, way in ((name, ways[name]) for name in wanted):
         alone = "training.per_device_train_batch_size=1"
         sft(tmp_path, "-o", name, alone, way, num_ranks=2)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
