@@ -75,7 +75,7 @@ def test_no_recipe_is_written_for_a_directory_that_is_no_model(name, tmp_path, m
     (tmp_path / name / file).write_text("{" if name == "damaged" else "{}")
     assert main(["new", "--model", f"./{name}", "-o", "new.yaml"]) == 2
     said = capsys.readouterr().err
-    assert {"adapter": "this is an adapter", "run": "config.json", "damaged": "config.json"}[
+    assert {"adapter": "this is an adapter", "run": "a run directory", "damaged": "config.json"}[
         name
     ] in said
     assert not (tmp_path / "new.yaml").exists()
