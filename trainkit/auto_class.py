@@ -41,8 +41,9 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     text, with_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     sees = type(config) in with_images._model_mapping and not own_code
-    is_trained = config.model_type in VISION and _text_class(config) not in _named(config)
-    if sees and (is_trained or type(config) not in text._model_mapping):
+    alone = _text_class(config)
+    is_trained = config.model_type in VISION and alone not in (config.architectures or ())
+    if sees and (is_trained or alone is None):
         return with_images
     return text  # where neither knows it, it names the model and what it knows
 
@@ -57,10 +58,6 @@ def text_alone(config: Any, wanted: bool = True) -> Any:
 def _text_class(config: Any) -> str | None:
     known = transformers.AutoModelForCausalLM._model_mapping
     return known[type(config)].__name__ if type(config) in known else None
-
-
-def _named(config: Any) -> list[str]:
-    return config.architectures or []
 
 
 def refuse_scalar_head(architectures: object, where: str) -> None:

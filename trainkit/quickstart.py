@@ -189,6 +189,22 @@ def chatml_tokenizer(core: Any) -> Any:
     return tokenizer
 
 
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # Conversations are short: a small base turns every pair of dimensions within them.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    # About 1/sqrt(hidden_size). The usual 0.02 is for wide models: at this width attention starts
+    # flat, and the loss waits on a plateau for longer than this training lasts.
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+}
+"""Of a text model that learns in two minutes."""
+
+
 def make_model(vocab_size: int, seed: int) -> Any:
     """A random Qwen2 of two layers: one to look back a token, one to copy what was found there."""
     import torch
@@ -198,19 +214,9 @@ def make_model(vocab_size: int, seed: int) -> Any:
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocab_size,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             max_position_embeddings=1024,
-            # Conversations are short: a small base turns every pair of dimensions within them.
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            # About 1/sqrt(hidden_size). The usual 0.02 is for wide models: at this width attention
-            # starts flat, and the loss waits on a plateau for longer than this training lasts.
-            initializer_range=0.08,
             tie_word_embeddings=True,
-            bos_token_id=None,
+            **SETTINGS,
         )
     )
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainkit.quickstart import HELD_OUT_SHARE, VOCAB_SIZE, Message, train_tokenizer
+from trainkit.quickstart import HELD_OUT_SHARE, SETTINGS, VOCAB_SIZE, Message, train_tokenizer
 
 NUM_TRAIN, NUM_HELD_OUT = 4000, 50
 SIDE = 64
@@ -113,18 +113,11 @@ def make_model(tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     config = Idefics3Config(
         text_config={
+            **SETTINGS,
             "model_type": "llama",
             "vocab_size": len(tokenizer),
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-            "initializer_range": 0.08,  # as the quickstart's, and for its reason
             "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
         },
         vision_config={
@@ -134,7 +127,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
             "num_attention_heads": 2,
             "image_size": SIDE,
             "patch_size": SIDE // 4,
-            "initializer_range": 0.08,
+            "initializer_range": SETTINGS["initializer_range"],
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,

@@ -418,8 +418,9 @@ class Vision:
     @property
     def kinds(self) -> str | None:
         """What says, for each token, whether it stands for an image, where a model generates."""
-        named = {"patches": "mm_token_type_ids", "fixed": "token_type_ids"}
-        return {**named, "pooled": "mm_token_type_ids"}.get(self.family.processor)
+        if self.family.processor == "fixed":
+            return "token_type_ids"
+        return "mm_token_type_ids" if self.family.processor in ("patches", "pooled") else None
 
     def positions(self, ids: np.ndarray, images: Sequence[Image]) -> np.ndarray:
         """(4, S) of one sample: the place of each token, then its time, row and column.

@@ -379,7 +379,7 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
 
 def _pack(model: Any, make: Any, roles: frozenset[str]) -> None:
     """Linear layers, all but the output layer, or those of some roles, as packed ones."""
-    head, away = model.get_output_embeddings(), outside_linears(model)
+    head, away = model.get_output_embeddings(), set(outside_linears(model))
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         is_other = type(module) is not nn.Linear or module is head or name in away

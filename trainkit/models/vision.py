@@ -152,8 +152,8 @@ class Sight:
         self._is_blank = False
         if kwargs.get("pixel_values") is not None:
             return (args, {**kwargs, "attention_mask": self._masks(kwargs)}) if self.ahead else None
-        trains = module.training and torch.is_grad_enabled() and self.trains
-        if not self.is_everywhere or not (trains or self.is_sharded):
+        learns = module.training and torch.is_grad_enabled()
+        if not self.is_everywhere or not (self.is_sharded or (learns and self.trains)):
             return None
         self._is_blank = True
         device = next(self.base.parameters()).device

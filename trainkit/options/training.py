@@ -114,9 +114,8 @@ class PreferenceOptions(Section):
 
 def only_format(objective: str, distill: "DistillOptions | None") -> str | None:
     """What an objective takes alone; a teacher that answers itself takes plain rows."""
-    is_live = distill is not None and distill.teacher is not None
-    is_plain = objective == "distill" and is_live
-    return None if is_plain else OBJECTIVE_FORMATS.get(objective)
+    is_live = objective == "distill" and distill is not None and distill.teacher is not None
+    return None if is_live else OBJECTIVE_FORMATS.get(objective)
 
 
 class DistillOptions(Section):

@@ -93,8 +93,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        rates = (_of_models, _of_rates)
-        for rules in (*rates, _of_preferences, _of_distillation, _of_measurements, _of_steps):
+        of_objectives = (_of_preferences, _of_distillation)
+        for rules in (_of_models, _of_rates, *of_objectives, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
         for refusal in refusals(self._combination()):

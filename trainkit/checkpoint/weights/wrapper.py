@@ -35,14 +35,9 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
     is_whole = whole.get("model_type") == text.get("model_type")
     with WeightsReader(base) as of_base, WeightsReader(directory) as saved:
         tied = {"lm_head.weight"}
-        unknown = sorted(saved.tensors.keys() - of_base.tensors.keys() - tied)
-        if unknown and is_whole:
-            return None
-        if unknown:
-            return (
-                f"the model is that of text alone: {unknown[0]} is not in the base's files, whose "
-                "other parts are not with it"
-            )
+        if unknown := sorted(saved.tensors.keys() - of_base.tensors.keys() - tied):
+            why = f"the model is that of text alone: {unknown[0]} is not in the base's files"
+            return None if is_whole else f"{why}, whose other parts are not with it"
         rest = sorted(of_base.tensors.keys() - saved.tensors.keys() - tied)
         homes = {**dict.fromkeys(saved.tensors, _TRAINED), **saved.files}
         homes.pop("", None)
