@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pictures import make_model_directory, write_rows
 from resume.record import record
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -107,5 +108,11 @@ def test_shipped_recipes(project, path):
     if rows := ANSWERS.get(path.stem.partition("-")[2]):
         lines = "\n".join(json.dumps(rows(number)) for number in range(24))
         (project.root / "d.jsonl").write_text(lines, encoding="utf-8")
+    if "vision" in text:
+        (project.root / "sees").mkdir()
+        make_model_directory("qwen2_5_vl", project.root / "sees")
+        write_rows(project.root, 16)
+        arguments += ["model.name_or_path=sees", "data.train=[rows.jsonl]"]
+        arguments += ["data.eval=[rows.jsonl]", "data.max_length=512"]
     parts, whole = broken_and_whole(project, arguments, config=path)
     assert parts == whole
