@@ -236,3 +236,42 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "broken.jsonl: its first row cannot be read: bad_json" in said
     assert "empty.jsonl: there is no row in it" in said
+
+
+ROWS_OF = {
+    "pairs": {"prompt": "Say 1.", "chosen": "One.", "rejected": "No."},
+    "ratings": {"prompt": "Say 1.", "completion": "One.", "label": True},
+    "messages": {"messages": [{"role": "user", "content": "?"}]},
+    "unknown": {"frage": "Was?", "rejected": "Das."},
+}
+FITTING = {
+    "pairs": {"dpo", "orpo", "simpo", "reward"},
+    "ratings": {"lora", "kto"},
+    "messages": {"lora"},
+    "unknown": {"lora"},  # whose columns are proposed
+}
+
+
+@pytest.mark.parametrize("rows", ROWS_OF)
+@pytest.mark.parametrize("method", ["lora", "dpo", "kto", "reward"])
+def test_rows_of_another_method_are_refused_with_theirs(rows, method, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROWS_OF[rows]) + "\n")
+    command = ["new", "-m", SMALL, "--method", method, "--gpu", "h100", "-d", str(file)]
+    code = main([*command, "-o", str(tmp_path / "r.yaml")])
+    said = capsys.readouterr().err
+    assert code == (2 if method not in FITTING[rows] and rows != "unknown" else 0), said
+    if code:
+        assert f"its first row is not one of {method}" in said
+        named = said.partition("it is one of: ")[2].partition(";")[0]
+        assert set(named.split(", ")) == FITTING[rows]
+    elif rows == "pairs":
+        assert load_recipe(tmp_path / "r.yaml").recipe.data.train[0].columns == {}
+    assert (tmp_path / "r.yaml").exists() == (code == 0)
+
+
+def test_a_shipped_recipe_looks_at_the_rows_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(ROWS_OF["messages"]) + "\n")
+    assert main(["new", "quickstart-dpo", "-d", "rows.jsonl"]) == 2
+    assert "it is one of: lora" in capsys.readouterr().err

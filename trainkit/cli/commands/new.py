@@ -98,10 +98,14 @@ def new(
 
 
 def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> None:
-    from trainkit.recipe.write import shipped_text, with_values, write_text
+    from trainkit.recipe.load import load_recipe
+    from trainkit.recipe.write import shipped_recipes, shipped_text, with_values, write_text
 
     text = shipped_text(name)
-    write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
+    if data:
+        objective = load_recipe(shipped_recipes()[name]).recipe.objective
+        text = with_values(text, {"data.train": _sources(data, objective)})
+    write_text(text, target)
     if name == f"{QUICKSTART}-images":
         from trainkit import quickstart_images
 
@@ -166,7 +170,7 @@ def _fill_in(
         )
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
     taken = _taken_by(model, method)
-    found = fitted_recipe(model, _sources(data), method, chosen, gpus, taken)
+    found = fitted_recipe(model, _sources(data, method), method, chosen, gpus, taken)
     target = output or Path(f"{Path(model).name.lower()}-{method}.yaml")
     write_text(found.text, target)
     expected = None if found.expected is None else round(found.expected.peak.needed_gib, 1)
@@ -220,35 +224,71 @@ def _taken_by(model: str, method: str) -> dict[str, bool]:
     return settings_for(load_config(ModelOptions(name_or_path=str(Path(place).parent))), method)
 
 
-def _sources(data: list[str]) -> list[Any]:
+def _sources(data: list[str], method: str) -> list[Any]:
     """The files as a recipe has them: with the columns of those that need them said."""
-    return [
-        {"path": path, "columns": found} if (found := _columns(path)) else path for path in data
-    ]
+    rows = {path: row for path in data if isinstance(row := _first_row(path), dict)}
+    for path, row in rows.items():
+        _check_method(path, row, method)
+    found = {path: _columns(path, row, method) for path, row in rows.items()}
+    return [{"path": path, "columns": found[path]} if found.get(path) else path for path in data]
 
 
-def _columns(path: str) -> dict[str, str]:
-    """Which columns the first row of a file has for ours; nothing where its format says it."""
+def _first_row(path: str) -> Any:
+    """The decoded first row of a file that is here; None where there is none to be read."""
     from trainkit.options import Source
 
-    plain = Source.model_validate(path).path
-    if not Path(plain).expanduser().is_file():
-        return {}
+    plain = Path(Source.model_validate(path).path).expanduser()
+    if not plain.is_file():
+        return None
     from trainkit.data.files import read_rows
-    from trainkit.data.formats import decode_row, detect, guess_columns, pair_of
+    from trainkit.data.formats import decode_row
     from trainkit.data.messages import RowError
     from trainkit.errors import DataError
 
     try:
-        first = next(read_rows(Path(plain).expanduser()))
-        row = decode_row(first)
+        return decode_row(next(read_rows(plain)))
     except StopIteration:
         echo(f"{path}: there is no row in it", err=True)
-        return {}
     except (RowError, DataError) as error:
         echo(f"{path}: its first row cannot be read: {error}; see trainkit data check", err=True)
-        return {}
-    if not isinstance(row, dict) or detect(row) not in (None, "alpaca"):
+    return None
+
+
+def _check_method(path: str, row: dict[str, Any], method: str) -> None:
+    """Stop where a file's rows are of another method: no run would take them."""
+    from trainkit.data.formats import FORMATS, detect
+    from trainkit.data.messages import RowError
+    from trainkit.options.training import OBJECTIVE_FORMATS
+
+    wanted = OBJECTIVE_FORMATS.get(method, "")
+    problems = {}
+    for each in set(OBJECTIVE_FORMATS.values()):
+        try:
+            FORMATS[each](row)
+        except RowError as error:
+            problems[each] = error.detail
+    methods = [name for name, each in OBJECTIVE_FORMATS.items() if each not in problems]
+    has_answer = detect(row) is not None
+    if wanted not in problems and (wanted or has_answer or not methods):
+        return
+    problem = problems.get(wanted, "it compares two answers")
+    methods += ["lora"] * has_answer
+    if not methods or wanted == "distilled":  # a teacher may be named in the recipe
+        echo(f"{path}: its first row is not one of {method}: {problem}", err=True)
+        return
+    raise RecipeError(
+        f"its first row is not one of {method}: {problem}",
+        where=path,
+        fix=f"it is one of: {', '.join(methods)}; name that as the --method, or give other rows",
+    )
+
+
+def _columns(path: str, row: dict[str, Any], method: str) -> dict[str, str]:
+    """Which columns a file's first row has for ours; nothing where its format says it."""
+    from trainkit.data.formats import detect, guess_columns, pair_of
+    from trainkit.options.training import OBJECTIVE_FORMATS
+
+    if method in OBJECTIVE_FORMATS or detect(row) not in (None, "alpaca"):
         return {}
     pair = pair_of(row)
     found = dict(zip(("instruction", "output"), pair, strict=True)) if pair else guess_columns(row)
