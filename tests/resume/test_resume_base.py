@@ -1,6 +1,7 @@
 """A continued run stands on the base that it was begun on, to the byte; else it names the file."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -92,7 +93,9 @@ def test_weights_that_are_asked_along_the_way_are_compared(asked, tmp_path, tiny
     plain = json.loads(json.dumps(ASKED[asked]).replace('"m"', json.dumps(str(place))))
     sections = {"model": {"name_or_path": str(place)}, "data": {"train": ["rows.jsonl"]}}
     run = SimpleNamespace(
-        recipe=Recipe.model_validate(sections | plain), process=SimpleNamespace(local_rank=0)
+        recipe=Recipe.model_validate(sections | plain),
+        process=SimpleNamespace(local_rank=0),
+        layout=SimpleNamespace(strategy=SimpleNamespace(config=None)),
     )
     before = files_asked(run)
     weights = place / "model.safetensors"
@@ -103,6 +106,31 @@ def test_weights_that_are_asked_along_the_way_are_compared(asked, tmp_path, tiny
         review(point, {}, files_asked(run))
     assert f"--allow-changed {asked}" in str(refused.value)
     assert review(point, {}, files_asked(run), [asked]).accepted
+
+
+def test_benchmarks_and_deepspeed_settings_are_compared(tmp_path):
+    files = [
+        tmp_path / name for name in ("mmlu/test.csv", "boolq/dev.jsonl", "own.yaml", "ds.json")
+    ]
+    for file in (*files, tmp_path / "gsm8k/test.jsonl"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    asked = {"tasks": ["boolq", "mmlu_anatomy", str(files[2])], "data": str(tmp_path), "every": 2}
+    sections = {"model": {"name_or_path": "m", "init": "random"}, "data": {"train": ["r.jsonl"]}}
+    run = SimpleNamespace(
+        recipe=Recipe.model_validate({**sections, "eval_tasks": asked}),
+        process=SimpleNamespace(local_rank=0),
+        layout=SimpleNamespace(strategy=SimpleNamespace(config=files[3])),
+    )
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, files_asked(run))
+    (tmp_path / "gsm8k/test.jsonl").write_text("of a set that nobody asks")
+    assert not review(point, {}, files_asked(run)).accepted
+    for file in files:
+        file.write_text("{ }")
+        kind = "deepspeed" if file.suffix == ".json" else "data.evaluation"
+        with pytest.raises(ResumeRefusedError, match=re.escape(f"{kind}.{file}: ")):
+            review(point, {}, files_asked(run))
+        file.write_text("{}")
 
 
 JUDGED = "generation_eval={data: [asked.jsonl], max_new_tokens: 2, metrics: ['judge.py:score']}"

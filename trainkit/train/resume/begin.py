@@ -28,6 +28,7 @@ from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.log import missed_evaluation
 from trainkit.train.prepare import trainer_arguments
 from trainkit.train.resume.changes import (
+    DEEPSPEED,
     EVALUATION,
     IN_USE,
     PARTS,
@@ -70,7 +71,7 @@ def fingerprint_around(run: Run) -> dict[str, Any]:
 
 
 def files_asked(run: Run) -> dict[str, dict[str, str] | None]:
-    """The digests of the files of the base, of a teacher, and of what judges the model.
+    """The digests of the files of the base, a teacher, DeepSpeed, and of what judges the model.
 
     A model that trains whole has its weights in every checkpoint, whatever the base's are by then,
     unless the model before training is asked along the way.
@@ -79,6 +80,9 @@ def files_asked(run: Run) -> dict[str, dict[str, str] | None]:
     is_asked = run.recipe.lora is not None or run.recipe.asks_reference == "second model"
     is_asked = is_asked and model.init != "random"
     found = {BASE: _digests(run, model, is_asked), EVALUATION: _judging(run)}
+    settings = run.layout.strategy.config
+    if settings is not None and run.process.local_rank == 0:
+        found[DEEPSPEED] = {str(settings): file_digest(settings)}
     if distill is not None and distill.teacher is not None:
         place = {"name_or_path": distill.teacher, "revision": distill.teacher_revision}
         found[TEACHER] = _digests(run, model.replace(**place, gguf_file=None), True)
@@ -87,17 +91,24 @@ def files_asked(run: Run) -> dict[str, dict[str, str] | None]:
 
 def _judging(run: Run) -> dict[str, str] | None:
     """Of files: which model is the best, and when training ends, may hang on them."""
-    found, answers = {}, run.recipe.generation_eval
+    found, answers, tasks = {}, run.recipe.generation_eval, run.recipe.eval_tasks
+    files: list[Path] = []
     if run.process.local_rank != 0:
         return None
     if run.recipe.data.eval_sources:
         found = {row["path"]: row["sha256"] for row in run.data.summary["eval"]["files"]}
     if answers is not None:
-        files = [file for source in answers.data for file in resolve_files(source.path)]
+        files += [file for source in answers.data for file in resolve_files(source.path)]
         own = [metric for metric in answers.metrics if isinstance(metric, str) and ":" in metric]
         files += [Path(metric.rpartition(":")[0]) for metric in own]
-        found |= {str(file): file_digest(file.expanduser()) for file in files}
-    return found
+    if tasks is not None:
+        from trainkit.evals.tasks import SETS
+
+        files += [Path(task) for task in tasks.tasks if Path(task).is_file()]
+        sets = [each for each in SETS if any(task.startswith(each) for task in tasks.tasks)]
+        places = [Path(tasks.data).expanduser() / each for each in sets] if tasks.data else []
+        files += [path for place in places for path in place.rglob("*") if path.is_file()]
+    return found | {str(file): file_digest(file.expanduser()) for file in files}
 
 
 def _digests(run: Run, model: ModelOptions, weights: bool) -> dict[str, str] | None:

@@ -66,16 +66,23 @@ TEACHER = "teacher"
 EVALUATION = "data.evaluation"
 """Where it keeps those of the files that judge the model."""
 
+DEEPSPEED = "deepspeed"
+"""Where it keeps the digest of DeepSpeed's own settings, which the recipe names by their file."""
+
 _FILES: Mapping[str, tuple[str, ...]] = {
     BASE: (),
     TEACHER: (),
-    EVALUATION: ("data.eval", "generation_eval.data", "generation_eval.metrics"),
+    EVALUATION: (
+        *("data.eval", "generation_eval.data", "generation_eval.metrics"),
+        *("eval_tasks", "eval_tasks.tasks", "eval_tasks.data"),
+    ),
+    DEEPSPEED: ("parallel.shard",),
 }
 """What is kept as digests of files, with the keys that ask for other ones."""
 
 _AROUND = (
     *("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE),
-    *(BASE, TEACHER),
+    *(BASE, TEACHER, DEEPSPEED),
 )
 """What surrounds a run, whether or not this one's checkpoint has it."""
 
