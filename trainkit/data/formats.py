@@ -725,6 +725,12 @@ def decode_row(raw: RawRow) -> Any:
                 "; it holds NUL bytes, as UTF-16 does (iconv -f UTF-16LE -t UTF-8 converts it), "
             )
             place += "or a file whose writer crashed"
+        elif isinstance(raw.payload, bytes) and raw.payload.strip() in (b"{", b"["):
+            place += (
+                "; a row is one line, and this one is spread over lines (jq -c . puts it on one)"
+            )
+        elif isinstance(raw.payload, bytes) and b"\r{" in raw.payload:
+            place += "; its lines end in CR alone (tr '\\r' '\\n' converts it)"
         raise RowError("bad_json", place) from error
     except ValueError as error:
         raise RowError("bad_json", str(error)) from error

@@ -290,7 +290,11 @@ def _train_record(run: Path | None) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["train"]
     except (ValueError, KeyError, TypeError):
-        raise ModelError("the record of the run's data is damaged", where=str(path)) from None
+        raise ModelError(
+            "the record of the run's data is damaged",
+            where=str(path),
+            fix="take it from a copy of the run; a copy of final/ elsewhere is asked without it",
+        ) from None
     return record if isinstance(record, dict) else {}
 
 

@@ -109,6 +109,24 @@ def test_files_put_together_keep_their_rows(make):
     assert rows == [{"text": "one"}] * 2
 
 
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b'{\n  "text": "one"\n}\n', "jq -c"),
+        (ROW.rstrip().encode() * 2, "Extra data"),  # two on a line: another mistake
+        (b"\r".join([ROW.rstrip().encode()] * 2), "lines end in CR alone"),
+    ],
+)
+def test_rows_that_are_not_lines_are_named_with_the_command(make, content, remedy):
+    (file,) = resolve_files(str(make({"a.jsonl": ROW})))
+    file.write_bytes(content)
+    first = next(read_rows(file, max_row_bytes=1000))
+    with pytest.raises(RowError) as refused:
+        decode_row(first)
+    assert remedy in refused.value.detail
+    assert ("jq" in refused.value.detail) == (remedy == "jq -c")
+
+
 @pytest.mark.parametrize("tail", [b"\0" * 64, ROW.encode("utf-16-le")])
 def test_nul_bytes_are_named(make, tail):
     (file,) = resolve_files(str(make({"a.jsonl": ROW})))

@@ -127,6 +127,7 @@ def _merged(
         raise ModelError(
             "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
             where=str(directory),
+            fix="a model that trained whole is used as it is; of another run, name its directory",
         )
     with ExitStack() as opened:
         adapter = directory if is_adapter else None
