@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 375, "code": 60_000, "words": 10_900},
-    "tests": {"code": 42_000},
+    "trainkit": {"files": 375, "code": 60_300, "words": 10_950},
+    "tests": {"code": 42_400},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_670},
 }

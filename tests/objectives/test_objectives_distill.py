@@ -43,7 +43,7 @@ def teacher_of(size):
     return make_qwen2(size, num_hidden_layers=1).eval()
 
 
-def make_trainer(root, *, distill, packing=False, patched=False, **options):
+def make_trainer(root, *, distill, packing=False, patched=False, hooks=(), **options):
     from lab import Lab
 
     from trainkit.patching import patch
@@ -56,12 +56,14 @@ def make_trainer(root, *, distill, packing=False, patched=False, **options):
     tokenizer = make_tokenizer()
 
     def change(run):
-        recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}}
+        recipe = {"model": {"name_or_path": "none"}}
+        recipe["data"] = {"train": ["none.jsonl"], "packing": packing}
         recipe |= {"objective": "distill", "distill": {"teacher": "live", **distill}}
         run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
         run.teacher = teacher_of(len(tokenizer)).to(next(run.built.model.parameters()).dtype)
 
     given = {"train_data": data.train, "eval_data": data.eval, "objective": row, "change": change}
+    given["hooks"] = hooks
     trainer = Lab(tokenizer, Path(root)).trainer(
         "run",
         prepare=patch if patched else None,

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from trainkit.auto_class import without_adapters
+from trainkit.evaluation_mode import changed
 
 
 def generate_rows(
@@ -32,3 +36,53 @@ def generate_rows(
     )
     rows: list[list[int]] = output[:, width:].tolist()
     return rows
+
+
+def draw_rows(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    stop_ids: Sequence[int],
+    pad_id: int,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[list[int]]:
+    """Answers drawn from the model's own distribution, each up to its stop token.
+
+    Each row has random numbers of its own seed: what it is batched with does not change it.
+    """
+    noise = _Noise(seeds, temperature, model.device)
+    base = without_adapters(model)
+    # Without the settings that a model is published with, such as a penalty on repetitions.
+    with changed([(base, "generation_config", GenerationConfig())]):
+        rows = generate_rows(
+            model,
+            prompts,
+            pad_id,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=pad_id,
+            eos_token_id=list(stop_ids) or None,
+            logits_processor=LogitsProcessorList([noise]),
+        )
+    ends = (next((i + 1 for i, each in enumerate(row) if each in stop_ids), None) for row in rows)
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+class _Noise(LogitsProcessor):
+    """Adds what makes the likeliest token one that is drawn (Gumbel-max).
+
+    In fp64: the noise of an unlikely token may have to be drawn from far out in its tail.
+    """
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        self._temperature = temperature
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        logits = scores.double() / self._temperature
+        rows = zip(logits, self._generators, strict=True)
+        noise = [torch.empty_like(row).exponential_(generator=each) for row, each in rows]
+        return logits - torch.stack(noise).log()

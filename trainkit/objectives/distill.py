@@ -21,6 +21,7 @@ from trainkit.auto_class import without_adapters
 from trainkit.errors import RecipeError
 from trainkit.objectives.answers import Ratios
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
+from trainkit.objectives.routing import Together
 from trainkit.objectives.sft import SFT, collator
 from trainkit.options import DistillOptions
 from trainkit.options.data import IGNORE_INDEX
@@ -39,6 +40,9 @@ FIGURES = (
 )
 """Means over trained tokens: what is optimised, the labels' cross entropy, how often both models
 find the same token the likeliest, and how much the teacher leaves open, in nats."""
+
+DRAWN_FIGURES = ("on_policy/tokens", "on_policy/ended")
+"""Of answers that the student draws: their tokens, and how often they end by themselves."""
 
 
 def divergences(student: Tensor, teacher: Tensor, options: DistillOptions) -> Tensor:
@@ -78,7 +82,11 @@ class DistillLoss:
 
     def __init__(self, setup: LossSetup) -> None:
         self.options, self.teacher = setup.distill or DistillOptions(), setup.teacher
-        self.train_metrics, self.eval_metrics = Ratios(FIGURES), Ratios(FIGURES)
+        self.figures, self.drawn = Ratios(FIGURES), Ratios(DRAWN_FIGURES)
+        self.train_metrics, self.eval_metrics = (
+            Together([self.figures, self.drawn]),
+            Ratios(FIGURES),
+        )
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Trained tokens."""
@@ -86,7 +94,7 @@ class DistillLoss:
 
     def training(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> tuple[Tensor, Any]:
         """A micro-batch's part of the step's mean."""
-        return step.share(self._loss_sum(model, inputs, self.train_metrics)), None
+        return step.share(self._loss_sum(model, inputs, self.figures)), None
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
         return EvaluatedBatch(self._loss_sum(model, inputs, self.eval_metrics))

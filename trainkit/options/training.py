@@ -118,6 +118,30 @@ def only_format(objective: str, distill: "DistillOptions | None") -> str | None:
     return None if is_live else OBJECTIVE_FORMATS.get(objective)
 
 
+class OnPolicyOptions(Section):
+    """Answers that the student itself draws, instead of given ones."""
+
+    at: ClassVar[str] = "distill.on_policy"
+    on_resume: ClassVar[str] = CONSENT
+
+    share: float = Field(
+        1.0, ge=0, le=1, description="Of the rows: so many get an answer that the student draws."
+    )
+    rest: Literal["given", "teacher"] = Field(
+        "given", description="The other rows' answers: their own, or drawn from the teacher."
+    )
+    every: int = Field(
+        1, ge=1, description="Draw every so many steps, for all of these steps' rows at once."
+    )
+    max_new_tokens: int = Field(
+        128, ge=1, description="Longest drawn answer; with its prompt data.max_length at most."
+    )
+    temperature: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Logits are divided by it in drawing."
+    )
+    batch_size: int = Field(16, ge=1, description="Answers drawn at once.")
+
+
 class DistillOptions(Section):
     """What is learnt from a teacher."""
 
@@ -149,6 +173,9 @@ class DistillOptions(Section):
         lt=1,
         description="The part of the labels' cross entropy in the loss; the rest is the "
         "divergence's.",
+    )
+    on_policy: OnPolicyOptions | None = Field(
+        None, description="Train on answers that the student draws; null on those of the rows."
     )
 
 

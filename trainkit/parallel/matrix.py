@@ -93,6 +93,8 @@ _EACH_ITS_OWN = (
 )
 _AFTERWARDS = "measure checkpoints with `trainkit eval`, or take parallel: {shard: zero2}"
 
+DRAWN = "distill.on_policy"
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "model.mlp_chunk_tokens",
@@ -111,6 +113,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda one: "generation_eval.every" in one.measures and _has_no_whole_model(one),
         _EACH_ITS_OWN,
         f"remove every (answers come after training) and {_AFTERWARDS}",
+    ),
+    Refusal(
+        DRAWN,
+        lambda one: DRAWN in one.measures and _has_no_whole_model(one),
+        _EACH_ITS_OWN,
+        "remove on_policy, or take parallel: {shard: zero2}",
     ),
     Refusal(
         "parallel.shard",

@@ -34,7 +34,7 @@ from trainkit.options.training import (
     SMOOTHED,
     ObjectiveName,
 )
-from trainkit.parallel.matrix import COMPILES, refusals
+from trainkit.parallel.matrix import COMPILES, DRAWN, refusals
 from trainkit.recipe.training import CHECKPOINTING, FIELDS, complete_training
 
 LOSS = "loss"
@@ -135,6 +135,7 @@ class Recipe(Section):
         lora, recompute = self.lora, RecomputeOptions.of(self.recompute)
         answers = self.generation_eval is not None and self.generation_eval.every is not None
         figures = {"generation_eval.every": answers, "eval_tasks": self.eval_tasks is not None}
+        figures[DRAWN] = self.distill is not None and self.distill.on_policy is not None
         offloads = {
             "recompute.offload": recompute is not None and recompute.offload is True,
             "lora.offload_activations": lora is not None and lora.offload_activations is True,
@@ -377,6 +378,23 @@ def _of_distillation(recipe: Recipe) -> Iterator[Broken]:
     if options.teacher is None and (options.teacher_revision or options.teacher_dtype):
         key = "teacher_revision" if options.teacher_revision else "teacher_dtype"
         yield f"distill.{key}", "no teacher is named", "remove it, or name distill.teacher"
+    if options.on_policy is not None:
+        if options.teacher is None:
+            yield DRAWN, "rows have nothing of answers that are not drawn yet", "name a teacher"
+        if options.sft_weight:
+            yield (
+                "distill.sft_weight",
+                "the cross entropy of answers that a model drew itself teaches it nothing",
+                "remove it, or distill.on_policy",
+            )
+        for key in ("packing", "streaming"):
+            if getattr(recipe.data, key):
+                yield (
+                    f"data.{key}",
+                    f"{key} plans rows ahead, and how long an answer will be is not known before "
+                    f"it is drawn ({DRAWN})",
+                    f"write {key}: false, or remove {DRAWN}",
+                )
     if options.divergence != "jsd" and options.jsd_share != 0.5:
         yield "distill.jsd_share", "it is of divergence: jsd", "remove it"
 

@@ -85,7 +85,7 @@ from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
 from trainkit.train.run import Run
 from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
-from trainkit.train.teacher import ToldBefore, second_model
+from trainkit.train.teacher import DrawnAnswers, ToldBefore, second_model
 
 if TYPE_CHECKING:
     from trainkit.train.dry_run import OneStep
@@ -367,6 +367,8 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
         hooks.append(References())
     if recipe.objective == "distill" and run.teacher is None:
         hooks.append(ToldBefore())
+    if recipe.distill is not None and recipe.distill.on_policy is not None:
+        hooks.append(DrawnAnswers(recipe.distill.on_policy))
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.objective import Ahead, EvaluatedBatch, take_counts
 from trainkit.train.data import sample_loader
 from trainkit.train.hooks import Hook, LoopState
+
+if TYPE_CHECKING:
+    from trainkit.train.faults.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Evaluations(Hook):
         row: dict[str, float] = {}
         for each in self._due(step):
             self._taken[each] = step
-            with undisturbed(loop.model), _marking(loop):
+            with undisturbed(loop.model), marking(loop.run.watch, loop.model):
                 row |= {f"eval_{name}": value for name, value in each.take(loop).items()}
         if row:
             row["eval_seconds"] = time.perf_counter() - started
@@ -220,9 +223,9 @@ def set_random_state(state: Mapping[str, Any], *, of_all: bool = True) -> None:
 
 
 @contextmanager
-def _marking(loop: LoopState) -> Iterator[None]:
+def marking(watch: "Watch | None", model: Any) -> Iterator[None]:
     """Within, every forward pass is a sign of life: thousands of questions are no hang."""
-    watch, head = loop.run.watch, loop.model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if watch is None or head is None:
         yield
         return
