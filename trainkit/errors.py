@@ -31,7 +31,6 @@ class TrainkitError(Exception):
         super().__init__(f"{place}{what}{advice}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels between processes with its parts."""
         return _rebuilt, (type(self), self.what, self.where, self.fix)
 
 

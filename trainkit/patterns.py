@@ -114,7 +114,6 @@ def _refuse_sizes(
 
 
 def _numbers(config: Mapping[str, Any], key: str, patterns: str) -> list[tuple[str, Any]]:
-    """A number of all modules, if it is there, and those of single ones."""
     of_all = [(key, config[key])] if config.get(key) is not None else []
     return [
         *of_all,

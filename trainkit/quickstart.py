@@ -102,7 +102,6 @@ class ConversationMaker:
                 return self._tell_pet(language, pets)
 
     def _draw(self, draw: Callable[[], Drawn], facts: Callable[[Drawn], list[str]]) -> Drawn:
-        """Draw until the facts belong to this split."""
         while True:
             drawn = draw()
             digest = hashlib.sha256("|".join(facts(drawn)).encode()).digest()
@@ -222,13 +221,11 @@ def make_model(vocab_size: int, seed: int) -> Any:
 
 
 def write_conversations(path: Path, conversations: list[list[Message]]) -> None:
-    """One ``{"messages": [...]}`` a line."""
     lines = (json.dumps({"messages": each}, ensure_ascii=False) for each in conversations)
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def make_conversations(num_conversations: int, seed: int, *, held_out: bool) -> list[list[Message]]:
-    """Different conversations of one split."""
     maker = ConversationMaker(seed, held_out=held_out)
     unique: dict[str, list[Message]] = {}
     while len(unique) < num_conversations:
@@ -281,7 +278,6 @@ def make_assets(output: Path, seed: int = 0) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("quickstart"))
     parser.add_argument("--seed", type=int, default=0)

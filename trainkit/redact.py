@@ -152,7 +152,6 @@ def secret_values(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return ``text`` with every secret replaced by ``<redacted>``."""
     return _redact_text(text, secret_values(environ))
 
 

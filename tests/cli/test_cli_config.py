@@ -1,4 +1,4 @@
-"""``trainkit config``: values, origins, and layouts for people, pipes and programs."""
+"""``trainkit config``: values, origins, and a layout for people and programs."""
 
 import json
 
@@ -17,8 +17,7 @@ training:
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+def recipe(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE)
     return str(path)
@@ -38,7 +37,7 @@ def test_json_lines_have_key_value_origin(recipe, capsys):
     assert found["data.mask"] == ("assistant", "default")
 
 
-def test_a_pipe_gets_a_recipe(recipe, tmp_path, capsys):
+def test_what_is_shown_is_a_recipe(recipe, tmp_path, capsys):
     assert main(["config", "show", recipe]) == 0
     text = capsys.readouterr().out
     assert "hf_secret" not in text
@@ -57,19 +56,6 @@ def test_diff_defaults_leaves_only_choices(recipe, capsys):
         "training.learning_rate",
         "training.hub_token",
     ]
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_table_fits_and_keeps_every_word(recipe, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["config", "show", recipe]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    long_name = "  restore_callback_states_from_checkpoint: false"
-    assert max(map(len, lines)) <= max(width, len(long_name))
-    text = " ".join(" ".join(lines).split())
-    assert "hf_secret" not in text
-    for words in ("name_or_path: m", "r.yaml:4", "learning_rate: 1.0e-05", "transformers default"):
-        assert words in text
 
 
 def test_a_bad_recipe_exits_2_with_every_problem(tmp_path, capsys):
@@ -115,9 +101,6 @@ def test_keys_can_be_looked_up_by_a_value(capsys, value, key):
     assert f"{key}: " in capsys.readouterr().out
 
 
-def test_launch_knows_what_other_launchers_call_its_options(capsys):
-    for word, ours in (("--nproc", "--nproc-per-node"), ("--num_machines=2", "--nnodes")):
-        assert main(["launch", word, "r.yaml"]) == 2
-        assert f"did you mean {ours}?" in capsys.readouterr().err
+def test_launch_names_an_option_once(capsys):
     assert main(["launch", "--help"]) == 0
     assert "--nnodes, --nnodes" not in capsys.readouterr().out

@@ -5,7 +5,7 @@ import pytest
 import rich.console
 
 from trainkit.run import Console
-from trainkit.run.console import _can_be_live, sparkline
+from trainkit.run.console import _can_be_live
 from trainkit.run.metrics import format_count, format_duration, format_loss, format_number
 
 ROW = {
@@ -68,7 +68,7 @@ def test_the_live_display_fits_the_terminal(monkeypatch, columns):
     paper = io.StringIO()
     rich.console.Console(file=paper, width=columns).print(block)
     lines = paper.getvalue().splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 2
     assert max(map(len, lines)) <= columns
     assert lines[0].startswith("100099/123456")
     assert "loss 1.2346  lr 2.00e-05" in lines[1]
@@ -133,25 +133,20 @@ def test_numbers_for_people():
     assert format_loss("NaN") == "nan"
     assert format_number(0.000015) == "1.50e-05"
     assert format_number(1e30) == "1.00e+30"
-    assert sparkline([1, 2, 3], 10) == "▁▄█"
-    assert sparkline([float("nan")], 10) == ""
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_the_display_says_what_comes_next(width):
+def test_the_display_fits(width):
     stream = _Terminal()
     console = Console(interactive=True, stream=stream)
     console._rich = rich.console.Console(file=stream, width=width, force_terminal=False)
-    console.start(100, first_step=3, due={"evaluation": 12.5, "checkpoint": 400})
+    console.start(100, first_step=3)
     console._live.stop()
     console.log({"step": 20, "loss": 1.0, "loss/code": 0.5, "loss/chat": 1.5})
     with console._rich.capture() as said:
         console._rich.print(console._render())
     lines = said.get().splitlines()
     assert all(len(line) <= width for line in lines)
-    assert any("evaluation at 25 in " in line for line in lines)
-    # Beyond the end there is no checkpoint but the last one.
-    assert ("checkpoint at 100" in said.get()) == (width == 100)
     assert ("loss/chat 1.5000" in said.get()) == (width == 100)
 
 

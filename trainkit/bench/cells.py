@@ -40,7 +40,6 @@ class Cell:
 
     @property
     def size(self) -> Shape:
-        """The shape this cell runs."""
         return self.shape or MODELS[self.model]
 
 
@@ -196,7 +195,6 @@ class Records:
         return found
 
     def ceilings(self) -> list[dict[str, Any]]:
-        """What this GPU can do at most, in this run."""
         from trainkit.bench.measure import ceilings
 
         values = ceilings(torch.device("cuda"))

@@ -55,7 +55,6 @@ class Work:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As TrainingArguments have them."""
         return {
             "per_device_train_batch_size": self.shape.batch_size,
             "learning_rate": 1e-4,
@@ -73,8 +72,6 @@ class Tool:
     """A tool that can be watched.
 
     Attributes:
-        package: that must be there.
-        command: of some work and an output directory.
         step: begins a line that is written for a step.
     """
 
@@ -101,7 +98,6 @@ def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str
 
 
 def _of_trainer(work: Work, output: Path) -> dict[str, Any]:
-    """What the tools on transformers' Trainer take."""
     on_gpu = torch.cuda.is_available()
     return {
         **work.settings,

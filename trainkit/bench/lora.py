@@ -173,11 +173,7 @@ _BUILDERS = {
 
 
 def training(cell: Cell, device: torch.device) -> Training:
-    """A cell's model with its step.
-
-    Raises:
-        ValueError: the provider does not have the mode.
-    """
+    """A cell's model with its step."""
     if cell.mode.startswith("fp8") and cell.provider not in ("trainkit", "frozen"):
         raise ValueError(f"{cell.provider} has no fp8 base that it trains adapters over")
     shape = cell.size

@@ -31,7 +31,6 @@ class Entry:
 
     Attributes:
         target: ``module:attribute`` of the command, in ``trainkit.cli.commands``.
-        help: its line in the help.
         passes_on: options that it does not know are another command's, and are left as they are.
     """
 
@@ -86,7 +85,6 @@ class LazyCommand(TyperCommand):
     """Stands for a row in the help; becomes the command when it is called."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """The context of the real command, which click then invokes."""
         return self.load().make_context(*args, **extra)
 
     def load(self) -> Any:

@@ -82,7 +82,6 @@ def key_words(incomplete: str) -> Iterator[tuple[str, str]]:
 
 
 def shipped(incomplete: str) -> Iterator[tuple[str, str]]:
-    """The recipes that come with trainkit."""
     from trainkit.recipe.write import describe_recipe, shipped_recipes
 
     for name, path in shipped_recipes().items():
@@ -105,7 +104,6 @@ def run_directories(incomplete: str) -> Iterator[str]:
 
 
 def json_lines(keys: str) -> Any:
-    """``--json`` of a command whose objects have these keys."""
     return typer.Option("--json", help=f"Print one JSON object {{{keys}}} a line.")
 
 
@@ -234,7 +232,6 @@ class Output:
     ] = None
 
     def place(self) -> Path:
-        """The one place that was given."""
         given = [place for place in (self.target, self.output) if place is not None]
         if len(given) != 1:
             what = "say where the result goes" if not given else "the result goes to one place"

@@ -72,7 +72,6 @@ def as_page(
     found: Sequence[Verdict],
     pictures: Sequence[tuple[str, str]],
 ) -> str:
-    """A self-contained HTML page."""
     names = [run.name for run in runs]
     page = parts()
     shared = [each for each in runs[0].texts if all(each in run.texts for run in runs)]

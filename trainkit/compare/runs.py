@@ -59,8 +59,6 @@ class ComparedRun:
     Attributes:
         values: the recipe's resolved values by dotted key; empty where they are not recorded.
         tokens_per_second: median of the second half of the steps.
-        peak_memory_gib: the highest recorded.
-        step_seconds: all steps together.
         begun: the clock's figures of its first row, which no other run has; None without any.
         data_digest: what tells one prepared data set from another; None where it is not recorded.
         answers: whether each held-out question was answered right, by question.
@@ -215,7 +213,6 @@ def saw_the_same_batches(first: ComparedRun, second: ComparedRun) -> bool:
 
 
 def _files_of(content: Any) -> list[str]:
-    """Every sha256 in the record of the data."""
     if isinstance(content, dict):
         own = [str(content["sha256"])] if isinstance(content.get("sha256"), str) else []
         return own + [each for value in content.values() for each in _files_of(value)]

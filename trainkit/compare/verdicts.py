@@ -29,7 +29,6 @@ class Verdict:
         quantity: ``training loss``, ``evaluation loss``, ``exact answers`` or a benchmark.
         interval: second minus first; a share for answers.
         p_value: of the sign test, for answers and benchmarks of one seed.
-        words: what it means, in a sentence.
     """
 
     first: list[str]

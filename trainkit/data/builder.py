@@ -286,11 +286,9 @@ class BuiltRows:
 
     @property
     def num_kept(self) -> int:
-        """Rows of which at least one sample remains."""
         return len({sample.row for sample in self.samples})
 
     def drop(self, row: int, error: RowError, mask: np.ndarray | None = None) -> None:
-        """Note that a row is not used, with its tokens where there are some."""
         lost = (0, 0) if mask is None else (len(mask), int(np.count_nonzero(mask)))
         self.events.append(Event(row, "dropped", error.reason, error.detail, *lost))
 
@@ -337,9 +335,6 @@ class SampleBuilder:
         """Turn rows into samples.
 
         Relative paths of images start at ``folder``, that of the file.
-
-        Raises:
-            DataError: only about the whole run, such as a template without proof.
         """
         built = BuiltRows()
         drafts: dict[Drafter, list[Draft]] = {}

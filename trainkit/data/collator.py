@@ -62,7 +62,6 @@ class PackingCollator:
         self.with_source = with_source
 
     def __call__(self, rows: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-        """Collate ``B`` lists of samples."""
         longest = max(sum(len(sample["input_ids"]) for sample in samples) for samples in rows)
         if longest > self.pad_to:
             raise ValueError(f"a packed row of more than {self.pad_to} tokens")

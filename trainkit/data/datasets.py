@@ -191,7 +191,6 @@ class Part:
 
     Attributes:
         not_read: files of its directory that hold no rows by their names.
-        rows: what became of each file.
         places: (N,) of the samples in the store that are taken; None takes all.
     """
 
@@ -208,11 +207,9 @@ class Part:
         return len(self.store) if self.places is None else len(self.places)
 
     def of(self, column: np.ndarray) -> np.ndarray:
-        """A column of the store, of the samples that are taken."""
         return column if self.places is None else column[self.places]
 
     def taking(self, places: np.ndarray) -> "Part":
-        """The samples at some places of the store alone."""
         assert self.places is None
         share = replace(self.share, keys=self.share.keys[places])
         return replace(self, places=places, share=share)
@@ -363,7 +360,6 @@ class PackedDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per row that are not padding."""
         return np.array([int(self.data.lengths[row].sum()) for row in self.rows], dtype=np.int64)
 
     def __len__(self) -> int:

@@ -95,7 +95,6 @@ class Words:
         self._size += sum(map(len, ids))
 
     def finish(self) -> "Words":
-        """The same, with all its ids in one array."""
         self._pieces.append((self._length, self._size, len(self._words)))
         flat = chain.from_iterable(self._ids)
         self.input_ids = np.fromiter(flat, dtype=np.int32, count=self._size)
@@ -178,7 +177,6 @@ class AsciiBpe:
         encoded.add(len(text), words, ids)
 
     def _of_chunk(self, chunk: str) -> tuple[int, ...]:
-        """The tokens of a chunk that is not ASCII, by way of the backend."""
         known = self._known_chunks
         ids = known.get(chunk)
         if ids is None:
@@ -257,7 +255,6 @@ class Encoded:
         ranges: for each span its first token and one past its last. A token that reaches over a
             border is in, as with the generation tags of transformers: else a word would be lost.
         num_straddling: tokens that reach over a span's border.
-        images: where the tokens that stand for each image are.
     """
 
     input_ids: np.ndarray
@@ -267,11 +264,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenises in batches through the Rust backend.
-
-    Raises:
-        DataError: the tokenizer has no offsets.
-    """
+    """Tokenises in batches through the Rust backend."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:

@@ -26,7 +26,6 @@ def decoded(text: str, place: str) -> Any:
 
 
 def items(row: Mapping[str, Any], key: str) -> list[Any]:
-    """The list under ``key``, which may be written as JSON text."""
     value = row.get(key)
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = decoded(value, repr(key))
@@ -43,7 +42,6 @@ def text(row: Mapping[str, Any], key: str) -> str:
 
 
 def optional_text(row: Mapping[str, Any], key: str) -> str | None:
-    """The text under ``key``, or None."""
     return None if row.get(key) is None else text(row, key)
 
 
@@ -75,7 +73,6 @@ def switches(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words for an error."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "a number"
@@ -124,11 +121,7 @@ def is_switch(name: str) -> bool:
 
 
 def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
-    """What the switches of a turn or of a part of one say together.
-
-    Raises:
-        RowError: a value is neither on nor off, two switches disagree, or a name is not understood.
-    """
+    """What the switches of a turn or of a part of one say together."""
     found: dict[str, bool] = {}
     for name, value in item.items():
         plain = plain_name(str(name))
@@ -163,11 +156,7 @@ def parts_switch(parts: Sequence[Any], number: int) -> bool | None:
 
 
 def on_or_off(value: Any, place: str) -> bool:
-    """Read true, false, 1 or 0.
-
-    Raises:
-        RowError: it is something else, such as a weight of 0.5.
-    """
+    """Read true, false, 1 or 0."""
     if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
         return bool(value)
     shown = repr(value)[:40] if isinstance(value, (str, int, float)) else kind(value)
@@ -208,12 +197,7 @@ TOKEN_FIELDS = (
 
 
 def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
-    """``input_ids`` with any of ``labels`` (-100 is not trained) and ``TOKEN_MASKS``.
-
-    Raises:
-        RowError: a field has another length or other values, two contradict each other, or a field
-            of the ids' length is not understood.
-    """
+    """``input_ids`` with any of ``labels`` (-100 is not trained) and ``TOKEN_MASKS``."""
     ids = integers(row, "input_ids")
     size = len(ids)
     if not ids:
@@ -285,7 +269,6 @@ def _refuse_contradictions(chosen: Mapping[str, tuple[bool, ...]]) -> None:
 
 
 def _without_pads(attention: tuple[bool, ...] | None, size: int) -> tuple[int, int]:
-    """The range of tokens that are not pads."""
     if attention is None:
         return 0, size
     if not any(attention):
@@ -342,11 +325,7 @@ def teacher_of(row: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def parse_distilled(row: Mapping[str, Any]) -> TokenRow:
-    """What `trainkit generate --logprobs` writes: ``labels``, and a teacher's words about them.
-
-    Raises:
-        RowError: the teacher has not spoken of just the trained tokens.
-    """
+    """What `trainkit generate --logprobs` writes: ``labels``, and a teacher's words about them."""
     if row.get("input_ids") is None:
         raise RowError("no_tokens", "the row has no 'input_ids': its question was not answered")
     ids, _ = teacher_of(row)
@@ -475,7 +454,6 @@ PROTOCOL = (
 
 
 def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The row's own variables for the chat template."""
     if "chat_template_kwargs" not in _reads(row, name):
         return {}
     found = {key: row[key] for key in TEMPLATE_VARIABLES if row.get(key) is not None}
@@ -500,11 +478,7 @@ _TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 
 def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The row's fields that play no part.
-
-    Raises:
-        RowError: a field would have to act and cannot; it is named.
-    """
+    """The row's fields that play no part."""
     reads = _reads(row, name)
     ignored = []
     for key, value in row.items():
@@ -593,7 +567,6 @@ def _unused_in_turns(turns: list[Any], place: str) -> Iterator[str]:
 
 
 def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Put the row's ``system`` before its turns."""
     system = optional_text(row, "system")
     if not system or not system.strip():
         return messages

@@ -77,13 +77,7 @@ def is_packed(file: Path) -> bool:
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed as its suffix says.
-
-    Raises:
-        DataError: it is of a kind that is not read, or no text.
-        OSError: it cannot be opened; or later, while reading: it is damaged (also ``DAMAGED``).
-        EOFError: later, while reading: the compressed file was cut.
-    """
+    """Open a file for reading, decompressed as its suffix says."""
     kind, compression = container(file)
     if kind in UNREADABLE:
         raise DataError(f"{kind} files are not read", where=str(file), fix=UNREADABLE[kind])
@@ -150,9 +144,6 @@ def read_rows(
         file: to be read.
         max_row_bytes: longer rows are named, not held.
         start: go on behind these rows: with a seek in a plain file of lines, else by reading them.
-
-    Raises:
-        DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
     """
     seeks = start.offset > 0 and not container(file)[1]
     number = start.rows if seeks else 0
@@ -461,12 +452,7 @@ def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(payload: bytes | dict[str, Any]) -> Any:
-    """Decode a payload.
-
-    Raises:
-        ValueError: not UTF-8 or not JSON (``UnicodeDecodeError`` and ``JSONDecodeError`` are both).
-        RecursionError: nested beyond what the parser takes.
-    """
+    """Decode a payload."""
     if isinstance(payload, dict):
         return payload
     # Where files were put together, each brought its own byte order mark.
@@ -484,11 +470,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def resolve_files(path: str) -> list[Path]:
-    """The files that ``path`` means, sorted by name.
-
-    Raises:
-        DataError: the file is missing, the glob matches nothing, the directory holds no data.
-    """
+    """The files that ``path`` means, sorted by name."""
     plain = Path(path).expanduser()
     if plain.is_dir():
         found = _data_below(plain)
@@ -547,7 +529,6 @@ def unread_files(path: str) -> list[Path]:
 
 
 def _data_below(directory: Path) -> list[Path]:
-    """The files of a directory that are taken for data."""
     files = _files_below(directory)
     found = [file for file in files if is_data(file)]
     # Next to rows a text is a licence or a note; a folder of nothing but texts is a corpus.

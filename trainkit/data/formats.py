@@ -123,11 +123,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def parse_turn(item: Any, number: int) -> Message:
-    """Read ``{role, content, ...}`` or ``{from, value, ...}``.
-
-    Raises:
-        RowError: it has no role, an unknown one, no text, or a field of the wrong type.
-    """
+    """Read ``{role, content, ...}`` or ``{from, value, ...}``."""
     if not isinstance(item, Mapping):
         raise RowError("wrong_type", f"turn {number} is {fields.kind(item)}, not an object")
     speaker, text = ("from", "value") if "from" in item else ("role", "content")
@@ -350,10 +346,6 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
     - LLaMA-Factory: ``conversations`` or ``instruction`` and ``input``, and the two answers.
     - axolotl: ``messages``, and the two answers.
     - OpenAI: ``input``, ``preferred_output``, ``non_preferred_output``.
-
-    Raises:
-        RowError: something is missing or of another type, an answer does not begin with the row's
-            prompt, or the two answers are the same.
     """
     if row.get("preferred_output") is not None:
         given = row.get("input")
@@ -391,7 +383,6 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
 
 
 def _question(row: Mapping[str, Any]) -> list[Message] | None:
-    """The prompt, where the row has one."""
     for key in ("prompt", "conversations", "messages"):
         value = row.get(key)
         if isinstance(value, str) and not value.lstrip().startswith("["):
@@ -405,7 +396,6 @@ def _question(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
-    """An answer: turns, one turn, or its text."""
     value = row.get(key)
     if isinstance(value, Mapping):
         return [parse_turn(value, 1)]
@@ -417,7 +407,6 @@ def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _without(prompt: list[Message], turns: list[Message], is_text: bool) -> list[Message]:
-    """An answer without the prompt that it begins with."""
     same = [(turn.role, turn.content.strip()) for turn in prompt]
     first = [(turn.role, turn.content.strip()) for turn in turns]
     start = next((n for n, turn in enumerate(first) if turn[0] != "system"), 0) if is_text else 0
@@ -599,10 +588,6 @@ def parse_row(
         columns: our column name -> the row's column name.
         asks: whether the answer may be absent; then it is ``UNREAD``.
         images: whether the model takes some; without it a row that has any is refused.
-
-    Raises:
-        RowError: the row does not fit, or has a field that would change what is trained and cannot
-            be served.
     """
     if isinstance(row, list) and name in ("auto", "messages", "sharegpt"):
         _refuse_array(row)
@@ -704,7 +689,6 @@ def _turn_number(name: Any) -> int:
 
 
 def decode_row(raw: RawRow) -> Any:
-    """The decoded value of a row."""
     if raw.payload is None:
         raise RowError(*(raw.problem or ("unreadable", "the row cannot be read")))
     try:
@@ -746,11 +730,7 @@ def read_row(
     asks: bool = False,
     images: bool = False,
 ) -> ParsedRow:
-    """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
-
-    Raises:
-        RowError: the row does not fit, or holds text that no tokenizer takes.
-    """
+    """Parse a decoded row and check its plain text; conversations are checked by ``validate``."""
     parsed = parse_row(row, name, columns, asks=asks, images=images)
     for text_row in parsed.conversations if isinstance(parsed, Comparison) else (parsed,):
         if isinstance(text_row, TextRow):
@@ -770,7 +750,6 @@ def read_row(
 
 
 def _texts(parsed: ParsedRow) -> Iterator[tuple[str, str]]:
-    """The texts of a row, with what to call them."""
     if isinstance(parsed, TextRow):
         yield from (("the prompt", parsed.prompt), ("the text", parsed.text))
     elif isinstance(parsed, Comparison):

@@ -39,11 +39,7 @@ class Found:
 
 
 def pull(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Found | None]:
-    """A row whose texts have `IMAGE` for each image, and no other trace of them.
-
-    Raises:
-        RowError: an image is nothing that can be read.
-    """
+    """A row whose texts have `IMAGE` for each image, and no other trace of them."""
     given = [key for key in _LISTED if row.get(key) not in (None, "")]
     if len(given) > 1:
         raise RowError("image_count", "the row has both 'images' and 'image'")
@@ -131,11 +127,7 @@ def _source(value: Any, place: str) -> Source:
 
 
 def attach(parsed: ParsedRow, found: Found) -> ParsedRow:
-    """The parsed row, with its images in its messages.
-
-    Raises:
-        RowError: there are more placeholders than images, or fewer, or in what no template prints.
-    """
+    """The parsed row, with its images in its messages."""
     if not isinstance(parsed, Conversation):
         raise RowError(
             "image_without_turns",
@@ -187,7 +179,6 @@ def located(conversation: Conversation, *folders: Path) -> Conversation:
 
 
 def as_turn(message: Message) -> dict[str, Any]:
-    """A message as a row of messages has it, so that it trains again."""
     fields = ("name", "tool_call_id", "train")
     known = {"reasoning_content": message.reasoning} | {k: getattr(message, k) for k in fields}
     turn: dict[str, Any] = {"role": message.role, "content": _content_of(message)}
@@ -200,7 +191,6 @@ def as_turn(message: Message) -> dict[str, Any]:
 
 
 def _content_of(message: Message) -> str | list[dict[str, str]]:
-    """The content of a message as a row has it: parts, where it has images."""
     if not message.images:
         return message.content
     first, *others = message.content.split(IMAGE)

@@ -32,7 +32,6 @@ class ImageWriter:
         self._blob: BinaryIO | None = None
 
     def append(self, images: Iterable[Image]) -> None:
-        """Those of the next sample."""
         for image in images:
             path, start = -1, image.start
             if image.data is None:
@@ -109,7 +108,6 @@ class StoredImages:
         return None
 
     def of(self, sample: int) -> tuple[Image, ...]:
-        """Those of a sample, in order."""
         start, end = self.offsets[sample : sample + 2].tolist()
         blob = str(self.directory / BLOB)
         return tuple(

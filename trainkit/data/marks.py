@@ -38,11 +38,8 @@ class Mark:
     """One mark.
 
     Attributes:
-        turn: of the message it was put into.
         kind: ``content``, ``reasoning`` or ``call``, with ``_end`` behind a text.
         place: where it was found, in characters of the rendering without marks; -1 if nowhere.
-        count: how often it was found.
-        text: what is between it and the next mark, for a mark before a text.
     """
 
     turn: int
@@ -74,7 +71,6 @@ class Marker:
         return f"{lead}{self._new(turn, kind, core)}{core}{self._new(turn, kind + '_end')}{trail}"
 
     def message(self, message: Rendered, turn: int) -> Rendered:
-        """A copy of a message with marks in it."""
         copy = dict(message)
         answer = message["role"] == "assistant"
         if answer:
@@ -147,10 +143,7 @@ class Rendering:
 
     Attributes:
         messages: in the template's style.
-        copies: the same with marks in them.
-        plain: the rendering without marks.
         marks: in coordinates of ``plain``.
-        plane: of the marks.
     """
 
     template: ChatTemplate

@@ -97,7 +97,6 @@ class TurnFinder:
             self.next_place[turn] = min([self.next_place[turn + 1], *found])
 
     def find(self, others: frozenset[int]) -> Masked:
-        """Check every turn and find the spans of assistant turns and of ``others``."""
         spans: list[Span] = []
         stripped: set[int] = set()
         done = 0
@@ -227,12 +226,10 @@ def text_of(message: Rendered) -> str:
 
 
 def num_blanks(text: str) -> int:
-    """How many blanks a text begins with."""
     return len(text) - len(text.lstrip())
 
 
 def with_text(message: Rendered, text: str) -> Rendered:
-    """A copy of a message with another text."""
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [{**content[0], "text": text}]}
@@ -297,7 +294,6 @@ class MaskFinder:
         return len(messages) - 1
 
     def _marked(self, messages: Sequence[Rendered], tools: Any, plain: str) -> Rendering:
-        """The rendering with the marks of a marked one, in coordinates of the plain one."""
         plane = next((p for p in MARK_PLANES if not PATTERNS[p].search(plain)), None)
         if plane is None:
             raise RowError("private_use", "the text uses both planes of private-use characters")
@@ -334,11 +330,7 @@ EMPTY_THINK_TAIL = re.compile(r"(?:<think>\s*)?</think>\s*\Z")
 def find_preserving(
     finder: MaskFinder, conversation: Conversation, others: frozenset[int]
 ) -> Masked:
-    """The same as :meth:`MaskFinder.find`, with all thinking in place.
-
-    Raises:
-        RowError: also where the template has its own form of thinking and strips it.
-    """
+    """The same as :meth:`MaskFinder.find`, with all thinking in place."""
     masked = finder.find(conversation, others)
     if not masked.stripped:
         return masked

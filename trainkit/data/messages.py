@@ -36,7 +36,6 @@ class Message:
             there are tool calls or thinking.
         reasoning: thinking that came in a field of its own.
         tool_calls: ``{"name": str, "arguments": dict | str, "id": str | None}`` each.
-        name: of the speaker or tool.
         tool_call_id: which call a tool's answer belongs to.
         train: this turn's own switch, or None to follow the options.
         is_prompt: the row gives it as part of a prompt, which no mask but its own switch trains.
@@ -73,7 +72,6 @@ class Conversation:
     cut: tuple[Message, ...] = ()
 
     def first(self, count: int) -> "Conversation":
-        """The conversation up to its ``count``-th message."""
         return replace(self, messages=self.messages[:count])
 
 
@@ -82,8 +80,6 @@ class TextRow:
     """Plain text: with a prompt, only ``text`` is trained; without one, all of it.
 
     Attributes:
-        text: trained.
-        prompt: goes before it, not trained.
         apart: prompt and text are tokenised each by itself, as the prompt is when it is answered.
     """
 
@@ -98,7 +94,6 @@ class TokenRow:
     """A row that was tokenised elsewhere.
 
     Attributes:
-        trained: for each id, whether it is trained.
         is_masked: whether the row says which ids are trained; without it all of them are.
     """
 
@@ -185,9 +180,6 @@ def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversati
     Neighbours of the same role ``user`` and the same switch are joined with a blank line, which is
     written to ``repairs``. Turns behind the last one of an assistant, or that is switched on, are
     cut off, as nothing behind them is trained.
-
-    Raises:
-        RowError: with the turn's number, counted from 1.
     """
     messages = conversation.messages
     if not messages:

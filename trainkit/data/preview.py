@@ -80,7 +80,6 @@ class Run:
 
     Attributes:
         text: decoded, control tokens included.
-        trained: whether they are trained.
         missed: they belong to an answer, and are not trained.
     """
 
@@ -97,7 +96,6 @@ class View:
     Attributes:
         id: ``file:line``.
         input_ids, labels: as the model gets them; -100 is not trained.
-        tokens: the text of each token.
         missed: ranges of tokens that belong to an answer and are not trained.
         images: of each its file (or the one that keeps the bytes of rows), its size as it is looked
             at, its tokens, and a data URI of a small one.
@@ -175,7 +173,6 @@ THUMBNAIL = 160
 
 
 def _shown(image: Image) -> dict[str, Any]:
-    """An image, made small."""
     try:
         pixels = decode_image(image.read())
     except (RowError, *DECODE_ERRORS) as error:
@@ -378,8 +375,6 @@ class Cut:
     """What a ``max_length`` would do.
 
     Attributes:
-        tokens: tokens behind the limit, in all samples.
-        trained_tokens: trained ones among them.
         packing_efficiency: the share of packed rows that is not padding, over samples that fit.
     """
 
@@ -395,15 +390,12 @@ class DataStats:
     """Figures about prepared data.
 
     Attributes:
-        samples, tokens, trained_tokens: totals.
         lengths: ``p50``, ``p95``, ``p99``, ``max``, ``mean``, in tokens.
-        trained_share: trained tokens over tokens.
         rows: ``kept``, ``dropped``, ``cut`` and ``repaired`` ones, and those of each reason.
         duplicates: samples whose ids another sample has too, not counting the first of each.
         cuts: for every ``max_length`` to count.
         suggested_max_length: the smallest multiple of 64 that takes 99% of the samples whole.
         histogram: upper edge (tokens) and number of samples of each bar.
-        images, image_tokens: of all samples.
     """
 
     samples: int
@@ -421,7 +413,6 @@ class DataStats:
 
 
 def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> DataStats:
-    """Measure data that was prepared without a limit on its length."""
     lengths = data.lengths
     # Lengths that samples have: between two of them an interpolated one takes fewer samples whole.
     shares = np.percentile(lengths, (50, 95, 99), method="inverted_cdf")
@@ -507,7 +498,6 @@ def _histogram(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def draw_histogram(stats: DataStats, max_length: int | None, path: str) -> None:
-    """Draw the lengths as a PNG picture."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), dpi=140, layout="constrained")

@@ -72,7 +72,6 @@ class PromptRenderer:
         return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
 
     def input_ids(self, row: Row) -> list[int]:
-        """The prompt as token ids."""
         if isinstance(row, TokenRow):
             largest, size = max(row.input_ids), len(self._tokenizer)
             if largest >= size:
@@ -93,11 +92,7 @@ class PromptRenderer:
         return self._without_end(ids) if plain else ids
 
     def images(self, row: Row) -> tuple[Image, ...]:
-        """Those of a row, in order.
-
-        Raises:
-            DataError: one cannot be read, or the model takes none.
-        """
+        """Those of a row, in order."""
         if not isinstance(row, Conversation) or not any(turn.images for turn in row.messages):
             return ()
         if not isinstance(self._vision, Vision):

@@ -106,7 +106,6 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
 
 
 def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conversation]]]:
-    """The rows of a file of data, or the lines of a text."""
     if container(file)[0] != TEXT:
         for row in read_rows(file):
             yield row.line, row
@@ -127,7 +126,6 @@ def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conv
 
 
 def read_question(raw: RawRow, options: QuestionOptions) -> tuple[dict[str, Any], Row]:
-    """A row's fields, and what it asks."""
     row = decode_row(raw)
     fields_ = dict(row) if isinstance(row, Mapping) else {"messages": row}
     return as_json(fields_), question_of(_parse(row, options))
@@ -147,7 +145,6 @@ def as_json(value: Any) -> Any:
 
 
 def question_of(parsed: ParsedRow) -> Row:
-    """What a parsed row asks: all before its last answer."""
     if isinstance(parsed, TextRow):
         return TextRow("", prompt=parsed.prompt or parsed.text)
     if isinstance(parsed, TokenRow):

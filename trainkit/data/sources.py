@@ -200,7 +200,6 @@ def build_store(
     builder: SampleBuilder,
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Build the store of one source."""
     options = builder.options
     of_files = [FileCounts() for _ in files]
     all_ends: Counter[str] = Counter()
@@ -317,10 +316,6 @@ def prepare(
 
     ``ledger`` gets an entry for every row that is dropped, cut or repaired. What is drawn for an
     evaluation is drawn apart from training's sources of the same names.
-
-    Raises:
-        DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows
-            are dropped than ``max_dropped`` allows.
     """
     builder = SampleBuilder(tokenizer, options, vision)
     digests = tokenizer_digest(tokenizer), code_digest()

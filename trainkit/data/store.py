@@ -61,9 +61,6 @@ class Entry:
         line: where the row starts, as an editor counts.
         action: ``dropped`` (nothing of the row is used), ``cut`` (part of it), ``repaired`` (all of
             it, repaired).
-        reason: a stable code.
-        tokens: tokens lost, where they are known.
-        trained_tokens: trained tokens among them.
     """
 
     file: str
@@ -319,7 +316,6 @@ class Store:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N,) tokens per sample."""
         return np.diff(self.offsets)
 
     def num_trained_of(self, index: int) -> int:
@@ -465,7 +461,6 @@ def stored(directory: Path, key: str, build: Callable[[Path], None]) -> tuple[St
 
 
 def _opened(target: Path) -> tuple[Store | None, str | None]:
-    """A store that is there and as it was written; or what is wrong with it."""
     if not (target / META).exists():
         return None, None
     try:

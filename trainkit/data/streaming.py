@@ -62,10 +62,7 @@ class SourcePosition:
 
     Attributes:
         file: the number of the file being read; as many as there are files at the end.
-        next: the place in it.
-        size_read: bytes read of the source.
         num_mine: rows of this file that fell to this shard.
-        num_kept: those of them that can be used.
     """
 
     file: int = 0
@@ -80,8 +77,6 @@ class Position:
     """Where a shard is: a few numbers, from which it goes on exactly.
 
     Attributes:
-        epoch: passes over the files before this one.
-        block: its number within the epoch.
         row: rows of the block that are used up.
         num_dealt: rows of all sources before the block, whatever shard they fell to.
         num_rows, num_dropped: of this shard before the block, in the first epoch.
@@ -116,7 +111,6 @@ class Sharding:
     in reading and files have patterns: in a fixed order it would see one source and miss another.
 
     Attributes:
-        shard, num_shards: which one, of how many.
         seed: of the draw; None deals in a fixed order.
     """
 
@@ -176,7 +170,6 @@ class RunReader:
                 self._close(number, file)
 
     def count(self, number: int, num_mine: int, num_kept: int) -> None:
-        """Note what became of a run."""
         place = self.places[number]
         self.places[number] = replace(
             place, num_mine=place.num_mine + num_mine, num_kept=place.num_kept + num_kept
@@ -245,7 +238,6 @@ class StreamedRow:
 
     Attributes:
         samples: as ``PreparedData`` gives them; one without packing.
-        position: behind this row.
         entries: for the ledger; with the first row of a block, in the first epoch.
         num_rows, num_dropped: rows read for this block, likewise.
     """
@@ -293,12 +285,7 @@ class SampleStream:
     def rows(
         self, start: Position | None = None, *, shard: int = 0, num_shards: int = 1
     ) -> Iterator[StreamedRow]:
-        """The rows of one shard, from ``start`` on, without end.
-
-        Raises:
-            DataError: a file is damaged or has nothing to train, too many rows are dropped, or the
-                files are too small for so many shards.
-        """
+        """The rows of one shard, from ``start`` on, without end."""
         start = start or Position()
         block = Block(self, replace(start, row=0), shard, num_shards)
         block.fill(self.buffer)
@@ -324,7 +311,6 @@ class SampleStream:
         return block.arranged(), block.found, block.counts
 
     def check_dropped(self, num_rows: int, num_dropped: int, *, is_all: bool = False) -> None:
-        """Hold dropped rows against ``max_dropped``."""
         limit = self.options.max_dropped
         if limit is None:
             return
@@ -387,7 +373,6 @@ class Block:
                 self._build(*run)
 
     def arranged(self) -> list[list[Sample]]:
-        """The block's rows, in their order."""
         position, stream = self.position, self.stream
         place = [stream.options.seed, position.epoch, self.shard, position.block]
         random = np.random.default_rng(place)

@@ -117,7 +117,6 @@ NUM_EXAMPLES = 3
 
 
 def look_at(file: Path | str, model: str, *options: str) -> str:
-    """The command that shows what is wrong with a file."""
     name = "check" if options else "preview"
     words = ["trainkit", "data", name, "--data", str(file), "--model", model, *options]
     return f"look at its rows with: {shlex.join(words)}"
@@ -172,7 +171,6 @@ def check_files(part: Part, entries: Sequence[Entry], model: str) -> None:
 
 
 def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
-    """Hold the dropped rows against ``max_dropped``."""
     limit = options.max_dropped
     if limit is None:
         return
@@ -291,7 +289,6 @@ class Finding:
 
     Attributes:
         status: ``error`` means the data would train wrongly.
-        fix: what to do, where there is something.
     """
 
     check: str

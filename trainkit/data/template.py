@@ -115,7 +115,6 @@ class ByVariables(Generic[Made]):
         return self._options_of(conversation) is not self._options
 
     def of(self, conversation: Conversation) -> Made:
-        """What was made for a conversation."""
         options = self._options_of(conversation)
         key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
         if key not in self._made:
@@ -138,11 +137,7 @@ class ByVariables(Generic[Made]):
 
 
 def refuse_unread(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-    """Stop at a variable of ``data.template_kwargs`` that no template of the tokenizer reads.
-
-    Raises:
-        DataError: a misspelt one would leave every prompt as it is, and nobody would know.
-    """
+    """Stop at a variable of ``data.template_kwargs`` that no template of the tokenizer reads."""
     templates = tokenizer.chat_template
     texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
     words = set(re.findall(r"\w+", options.chat_template or " ".join(texts)))
@@ -205,9 +200,6 @@ class ChatTemplate:
         options: ``chat_template``, ``template_kwargs``, ``escape_special`` and
             ``stop_token_ids`` are read.
         words: control tokens that no text may hold, whoever has written it.
-
-    Raises:
-        ModelError: there is no template, or the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -318,7 +310,6 @@ class ChatTemplate:
         return message, count
 
     def as_dict(self, message: Message) -> Rendered:
-        """One message as this template expects it."""
         style = self.style
         content = message.content
         rendered: Rendered = {"role": message.role}
@@ -443,7 +434,6 @@ PROBE_CHATS: Sequence[Sequence[Rendered]] = (
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's default chat template."""
     template, what = tokenizer.chat_template, "no chat template"
     if isinstance(template, dict):
         what = f"no default chat template, only {', '.join(sorted(template))}"
@@ -480,7 +470,6 @@ def split_thinking(message: Message) -> Message:
 
 
 def _with_images(content: str) -> list[dict[str, str]]:
-    """Text and images, as parts in their order."""
     first, *others = content.split(IMAGE)
     parts = [{"type": "text", "text": first}]
     for text in others:

@@ -46,7 +46,6 @@ class Finding:
 
 
 def judged(check: str, found: str, *, fault: State, fix: str | None) -> Finding:
-    """A finding that is ok without a fix, and a fault with one."""
     return Finding(check, "ok" if fix is None else fault, found, fix)
 
 
@@ -58,7 +57,6 @@ _INSTALL = "pip install trainkit  # or pip install -e . in a checkout"
 
 
 def check_python() -> Iterator[Finding]:
-    """The version against that of the package."""
     version = platform.python_version()
     try:
         needed = importlib.metadata.metadata("trainkit")["Requires-Python"] or ""
@@ -183,7 +181,6 @@ def _runs_on(capability: tuple[int, int], arches: list[str]) -> bool:
 
 
 def _no_gpu() -> Finding:
-    """Why torch sees no GPU."""
     import torch
 
     hiding = os.environ.get(_HIDING)
@@ -379,7 +376,6 @@ def check_shared_memory() -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """What the shell allows a process."""
     limits = dict(_LIMITS)
     if _INFINIBAND.exists() and any(_INFINIBAND.iterdir()):
         limits["locked memory"] = _LOCKED_MEMORY  # NCCL pins buffers for InfiniBand

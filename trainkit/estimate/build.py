@@ -240,8 +240,6 @@ class Built:
 
     Attributes:
         config: of the whole model, as JSON; where ranks share products, of a rank's share.
-        fake: the mode its tensors are of.
-        known: tensors that are there before the step.
         plain: why kernels could not be proved, if they could not.
     """
 

@@ -195,9 +195,6 @@ class Estimate:
     """What a plan takes of a GPU.
 
     Attributes:
-        step_seconds: of an optimizer step.
-        time_band: by which share the time may be off.
-        basis: what the time is anchored on.
         total_tokens: of the whole run; None where unknown.
         suggestions: what would make it fit; empty where it does.
         replan: the plan with more settings in the recipe, see `suggest`.
@@ -234,7 +231,6 @@ class Estimate:
         return self.total_tokens / self.tokens_per_second / 3600
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         speed, hours = self.tokens_per_second, self.total_hours
         return {
             "model": self.plan.shape.name,

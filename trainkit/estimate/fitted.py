@@ -141,12 +141,7 @@ def fitted_recipe(
     gpus: int = 1,
     off: Mapping[str, bool] | None = None,
 ) -> Fitted:
-    """Fill a shipped recipe in, and lower what it takes until the GPU has it.
-
-    Raises:
-        RecipeError: it cannot be made to fit without training something else.
-        ModelError: the model is a path, and nothing is there, or only the name of a shape.
-    """
+    """Fill a shipped recipe in, and lower what it takes until the GPU has it."""
     path = local_path(model)
     if model.lower() in NAMED and path is None:
         raise ModelError(

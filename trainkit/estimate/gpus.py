@@ -21,7 +21,6 @@ class Gpu:
 
     Attributes:
         name: as the command line writes it.
-        memory_gib: what a process finds, in GiB.
         teraflops: dense bf16 with fp32 sums.
         bandwidth: of its memory, in GB/s.
         link: to another GPU of the host, in GB/s one way.

@@ -36,7 +36,6 @@ class LayerKind:
 
     Attributes:
         matrices: its linear layers, and stacks of experts.
-        vectors: all other numbers.
     """
 
     matrices: tuple[Matrices, ...]
@@ -171,7 +170,6 @@ class Adapters:
 
     @property
     def element(self) -> int:
-        """Bytes of an adapter's number."""
         return 4 if self.options.adapter_dtype == "float32" else 2
 
 

@@ -45,9 +45,7 @@ class Plan:
             one process without DeepSpeed.
         fsdp: torch's FSDP2 shards, at stage 3, and keeps trained weights as fp32 shards.
         offloads_optimizer: masters and optimizer states wait in host memory.
-        offloads_weights: weights wait there, too.
         gpus: ranks that hold parts of one model, or compute parts of one batch.
-        sequence: of them, those that share a row.
         tensor: ranks that share each matrix product; not among ``gpus``.
         stage_layers: of each stage of each rank of a pipeline; not among ``gpus``.
         held: times what a rank's layers keep is there at once: micro-batches on their way.
@@ -144,7 +142,6 @@ class Plan:
 
     @property
     def element(self) -> int:
-        """Bytes of a number that is computed with."""
         return 4 if self.base == "float32" and self.adapters is None else 2
 
     @property
@@ -186,7 +183,6 @@ class Plan:
         return record(self.job, self.batch_size, -(-self.length // self.sequence))
 
     def fuses(self, op: str) -> bool:
-        """Whether a kernel is counted."""
         return op in self.ops and self.recorded.plain is None
 
     def is_recomputed(self, layer: int) -> bool:

@@ -33,7 +33,6 @@ BYTES_PER_TOKEN = 4.4
 
 
 def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
-    """What a step of a recipe is on each of some GPUs."""
     shape = shape or find_shape(recipe.model.name_or_path, recipe.model.revision)
     data_ranks, sequence = recipe.parallel.data_ranks(gpus), recipe.parallel.sequence
     training = recipe.training
@@ -121,7 +120,6 @@ def _stages(parallel: ParallelOptions, shape: ModelShape) -> tuple[tuple[int, ..
 
 
 def _recomputing(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan with what the recipe recomputes, by ``recompute`` or by the older keys."""
     options = RecomputeOptions.of(recipe.recompute)
     if recipe.recompute is None and any(map(recipe.training.get, CHECKPOINTING[:2])):
         options = RecomputeOptions(every=1)
@@ -137,7 +135,6 @@ def _recomputing(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def _rank(training: dict[str, Any]) -> int:
-    """Of projections, from ``optim_args``."""
     found = re.search(r"(?:^|,)\s*rank\s*=\s*(\d+)", str(training.get("optim_args") or ""))
     return RANK if found is None else int(found.group(1))
 
@@ -209,7 +206,6 @@ def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Ada
 
 
 def _in_fp8(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan with what is expected to run in fp8."""
     options = Fp8Options.of(recipe.model.fp8)
     if recipe.lora is not None:
         options = (options or Fp8Options()) if recipe.lora.quantize == "fp8" else None

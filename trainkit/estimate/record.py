@@ -40,7 +40,6 @@ class Phase:
     Attributes:
         most: of numbers whose gradient is whole, to the most bytes alive then.
         matrix: floating-point operations of matrix products.
-        operations: of the dispatcher.
     """
 
     begin: float = 0.0
@@ -212,8 +211,6 @@ class Layer:
 
     Attributes:
         weights: bytes of them, packed or not, and of codes that are kept between steps.
-        trained: numbers.
-        trained_tensors: that these are in.
         kept: bytes from its forward to its backward pass.
         output: of them, its result, which is what a recomputed layer keeps: the next one's input.
         selectively: what it keeps where products and attention are kept.
@@ -248,7 +245,6 @@ class Recording:
         after: of that, what stays until the layers have gone back.
         end: behind the first layer's backward pass.
         weights: bytes outside of layers, of the embedding and of the rest.
-        trained_embeddings: numbers.
         trained_head: numbers of the output layer and what else lies outside of layers.
         matrix: operations of products outside of layers.
         assumed: what a real step learns from numbers, and was assumed.

@@ -107,11 +107,7 @@ def plain_name(name: str) -> str:
 
 
 def find_shape(name: str, revision: str | None = None) -> ModelShape:
-    """The sizes of a recipe's ``model.name_or_path``.
-
-    Raises:
-        ModelError: there is no config.json of it, or nobody has counted its family.
-    """
+    """The sizes of a recipe's ``model.name_or_path``."""
     return from_config(*find_config(name, revision))
 
 

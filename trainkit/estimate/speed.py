@@ -176,7 +176,6 @@ def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
 
 
 def _launched(plan: Plan) -> str:
-    """The row of `HOST_LAYER`."""
     if plan.adapters is None:
         return "full" if plan.fp8 is None else "full, fp8"
     dropout = plan.adapters.options.dropout

@@ -35,8 +35,6 @@ class Answer:
     """One greedy answer of the trained model.
 
     Attributes:
-        start: where the answer begins.
-        input_ids: prompt and answer.
         logits: of the trained model, (answer, vocabulary).
         base_logits: the same without the adapter; None where there is none.
     """
@@ -187,9 +185,6 @@ def certify(
 
     Without ``required`` the agreement is only stated; ``excepted`` are kinds of conversations whose
     prompts may differ.
-
-    Raises:
-        CheckpointError: a prompt has other ids, too few tokens agree, or the adapter does nothing.
     """
     prompts = _compare_prompts(reference, served, excepted)
     logits = answered(reference, served)

@@ -171,7 +171,6 @@ class LlamaServer:
         return [int(token) for token in self._post("/tokenize", body)["tokens"]]
 
     def log_probs(self, input_ids: Sequence[int], vocab_size: int) -> Tensor:
-        """Log probabilities of the token behind ``input_ids``: (vocab_size,)."""
         wanted = min(vocab_size, _MOST_ASKED)
         # A token that ends within a character is held back, and its probabilities with it. So a
         # plain letter is forced; what is reported is from before such a bias.
@@ -240,7 +239,6 @@ class LlamaServer:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as a client of the server sends it."""
     sent = as_turn(replace(message, train=None))
     for place, call in enumerate(sent.get("tool_calls", ())):
         call.setdefault("id", f"call{place:05d}")

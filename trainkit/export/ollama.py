@@ -120,7 +120,6 @@ class Wrapping:
     Attributes:
         default: what comes first where there is no system prompt.
         around: text before and behind a message, by role.
-        opening: of the answer.
     """
 
     default: str
@@ -202,7 +201,6 @@ def wrapping_of(render: Render, bos: str) -> Wrapping:
 
 
 def _common(first: str, second: str) -> str:
-    """What both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     shortest = min(len(first), len(second))
     return first[: next((at for at, (a, b) in pairs if a != b), shortest)]

@@ -43,7 +43,6 @@ def stored_bytes(paths: ModelPaths) -> int:
 
 
 def weights_directory(paths: ModelPaths) -> Path:
-    """Where the model's weights, or those under its adapter, are."""
     if paths.adapter is not None:
         return base_directory(paths.source)
     directory = Path(paths.model).expanduser()
@@ -57,11 +56,7 @@ def weights_directory(paths: ModelPaths) -> Path:
 
 
 def refuse_unmergeable(paths: ModelPaths) -> None:
-    """Hold an adapter against its base's files, before anything is loaded.
-
-    Raises:
-        CheckpointError: they do not fit, or it has biases where the base has none.
-    """
+    """Hold an adapter against its base's files, before anything is loaded."""
     if paths.adapter is None:
         return
     adapter, directory = read_adapter(paths.adapter, with_peft=True), weights_directory(paths)

@@ -77,7 +77,6 @@ def named_templates(
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -94,7 +93,6 @@ class Source:
 
     Attributes:
         quantize: how its base was packed in training, or None.
-        quantize_experts: whether its experts were, too.
         compute_dtype: what a packed base was unpacked to, or None.
         template: what the server gets; None for a model of plain texts.
         named_templates: the tokenizer's others, such as ``tool_use``, which servers take for
@@ -123,7 +121,6 @@ class Job:
     Attributes:
         out: where the result will be; nothing is written there directly.
         name: what the server is to call the model.
-        type: of the numbers in a GGUF.
         dtype: of a plain model's weights; None keeps each tensor's own.
         as_adapter: for vLLM: base and adapter apart.
         any_base: merge an adapter into other weights than its own base.
@@ -165,12 +162,7 @@ class Written:
 
 
 def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -> Source:
-    """Load the trained model, ask it what the export will be asked, and let go of it.
-
-    Raises:
-        ModelError: it cannot be loaded.
-        CheckpointError: files were altered, or the adapter belongs to another base.
-    """
+    """Load the trained model, ask it what the export will be asked, and let go of it."""
     for directory in (paths.directory, paths.adapter):
         if directory is not None and (directory / MANIFEST_NAME).exists():
             verify_directory(directory)

@@ -54,7 +54,6 @@ def prove_base(
 
 
 def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
-    """Every tensor of an adapter that has no place in a model, in words."""
     weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     weights |= {name: tuple(weight.shape) for name, weight in model.named_buffers()}
     modules = dict(model.named_modules())
@@ -119,7 +118,6 @@ def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> A
 
 
 def _left_in_16_bits(model: nn.Module, run: Path | None) -> Collection[str]:
-    """What the run did not have in fp8 in both directions."""
     kernels: Any = None if run is None else read_json(RunDirectory(run).kernels)
     record = (kernels or {}).get("fp8") or {}
     if "groups" not in record:

@@ -110,7 +110,6 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _problem(engine: Engine, question: Question, too_long: TooLong) -> str | None:
-    """Why a question is not answered, or None."""
     try:
         engine.check_fit(question.row)
     except DataError as error:

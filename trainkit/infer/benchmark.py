@@ -41,7 +41,6 @@ class Asking:
 
 
 def check_harness() -> None:
-    """See that lm-evaluation-harness is there."""
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
@@ -63,11 +62,7 @@ def uses_chat(asking: Asking, paths: ModelPaths, tokenizer: Any) -> bool:
 
 
 def check_thinking(asking: Asking, tasks: LoadedTasks) -> None:
-    """Refuse thoughts where answers are not written.
-
-    Raises:
-        RecipeError: a task scores given answers, before which no model can think.
-    """
+    """Refuse thoughts where answers are not written."""
     scored = [name for name, task in tasks.tasks.items() if task.OUTPUT_TYPE != "generate_until"]
     if asking.thinking and scored:
         raise RecipeError(
@@ -125,7 +120,6 @@ def patch(engine: Engine, say: Callable[[str], None]) -> bool:
 
 
 def harness_model(engine: Engine, asking: Asking, *, chat: bool, ranks: Ranks) -> Any:
-    """The engine's model as the harness asks it."""
     from trainkit.evals.model import PromptStyle, TrainedModel
 
     prompts = PromptStyle(engine.tokenizer, engine.options, chat=chat, thinking=asking.thinking)
@@ -145,7 +139,6 @@ DEFAULT_CONTEXT = 2048
 
 
 def settings_of(paths: ModelPaths, asking: Asking, **more: Any) -> Mapping[str, Any]:
-    """What a result depends on, for its record."""
     return {
         "model": paths.model,
         "adapter": None if paths.adapter is None else str(paths.adapter),

@@ -60,10 +60,6 @@ class ChatHistory:
 
         Returns:
             How many conversations the file holds now.
-
-        Raises:
-            DataError: there is nothing to save, the file is not a messages file, or it cannot be
-                written.
         """
         if not self.messages:
             raise DataError("there is nothing to save yet", where=str(path))

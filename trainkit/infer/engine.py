@@ -82,9 +82,6 @@ class Engine:
 
         ``stop_ids`` end an answer besides those that the model, the tokenizer and the template
         name.
-
-        Raises:
-            ModelError: the tokenizer has no chat template.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -112,11 +109,7 @@ class Engine:
         self._renderer.images(_as_row(question))
 
     def check_fit(self, question: Question) -> None:
-        """Refuse a question that leaves no room for an answer.
-
-        Raises:
-            PromptTooLongError: with its length and the model's.
-        """
+        """Refuse a question that leaves no room for an answer."""
         length = len(self.prompt_ids(question))
         if self.context is not None and length >= self.context:
             raise PromptTooLongError(
@@ -135,9 +128,6 @@ class Engine:
         """Answer one question.
 
         ``on_text`` is called with each new piece of text; with beams, once at the end.
-
-        Raises:
-            PromptTooLongError: there is no room for an answer.
         """
         self.check_fit(question)
         stream = None
@@ -198,7 +188,6 @@ class Engine:
         return [self._answer(q, prompt, ids, stopping.was_requested) for q, prompt, ids in triples]
 
     def _seen(self, questions: Sequence[Question], sampling: SamplingOptions) -> dict[str, Any]:
-        """What the model takes of the images of questions."""
         found = self._renderer.pixels([_as_row(each) for each in questions], self.model.device)
         if found and sampling.num_beams > 1:
             raise DataError("beams have not been tried with images", fix="ask with one beam")
@@ -299,10 +288,6 @@ def load_engine(
     ``quantize``: ``nf4`` holds the base in 4 bits, ``int8`` in 8, ``fp8`` in 8 what its run had
     so, None as it was saved. ``system`` is the prompt that the caller puts into conversations
     itself; it goes before a system policy of the run.
-
-    Raises:
-        ModelError: something cannot be loaded.
-        CheckpointError: files were altered, or the adapter belongs to another base.
     """
     place = device_named(device)
     source = paths.source.replace(dtype=dtype)
@@ -349,7 +334,6 @@ def load_engine(
 
 
 def with_adapter(model: Any, adapter: Path) -> Any:
-    """A loaded base with an adapter over it, by peft."""
     # Only here: peft brings bitsandbytes and torch's compiler, a third of the time of a start.
     from trainkit.lora.adapter import load_adapter
 
@@ -441,7 +425,6 @@ def _as_row(question: Question) -> Row:
 
 
 def _template_ends(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> list[int]:
-    """The tokens with which the chat template ends an answer."""
     turns = (Message("user", "question"), Message("assistant", "answer"))
     try:
         masked = MaskFinder(ChatTemplate(tokenizer, options)).find(Conversation(turns))

@@ -264,7 +264,6 @@ def training_options(run: Path | None) -> Mapping[str, Any]:
 
 
 def trained_stop_ids(run: Path | None) -> tuple[int, ...]:
-    """The end-of-turn tokens that the run trained."""
     ends = _train_record(run).get("end_of_turn")
     values = ends.values() if isinstance(ends, dict) else ()
     return tuple(value for value in values if isinstance(value, int))
@@ -317,7 +316,6 @@ def _model_in(run: Path) -> Path:
 def base_of(
     adapter: Path, base_model: str | None = None, *, trust_remote_code: bool = False
 ) -> ModelOptions:
-    """The base that an adapter names, in the revision that it names."""
     if base_model is not None:
         return ModelOptions(name_or_path=base_model, trust_remote_code=trust_remote_code)
     settings = _settings_in(adapter / ADAPTER_CONFIG)

@@ -59,7 +59,6 @@ class SamplingOptions:
 
     @property
     def is_sampling_asked(self) -> bool:
-        """Whether an option makes sense only when sampling."""
         return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
 
     def generation_config(self, own: Any, stop_ids: Sequence[int], pad_id: int | None) -> Any:

@@ -35,7 +35,6 @@ class Draw:
         return (values * scale).to(self.dtype)
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """int64 in [0, high)."""
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 

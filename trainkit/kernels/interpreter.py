@@ -47,11 +47,7 @@ def float32_to_e4m3_bits(values: np.ndarray) -> np.ndarray:
 
 
 def install() -> None:
-    """Wrap the interpreter once per process; a second call does nothing.
-
-    Raises:
-        RuntimeError: this Triton's interpreter does not have the methods that are wrapped.
-    """
+    """Wrap the interpreter once per process; a second call does nothing."""
     global _installed
     if _installed:
         return

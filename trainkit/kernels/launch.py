@@ -83,7 +83,6 @@ def run_jitted(
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or stands for one that is."""
     return _shapes_only is not None or tensor.is_cuda
 
 
@@ -148,7 +147,6 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def gpu_of(tensor: Tensor) -> int | None:
-    """The index of the GPU that the tensor is on, or that it stands for; None without one."""
     return tensor.get_device() if tensor.is_cuda else ahead.device()
 
 
@@ -177,7 +175,6 @@ def shared_bytes(tensor: Tensor) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 

@@ -44,11 +44,6 @@ def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
     """Swap the fused adapters into a model with peft adapters, in place.
 
     It comes before DeepSpeed, DDP or FSDP wrap the model.
-
-    Raises:
-        PatchError: the model is fused already, or it has no LoRA adapter; an op is unknown; a
-            family's feed-forward block does something in this transformers that the fused one
-            does not know of.
     """
     refuse_unknown(ops, OPS)
     modules = list(model.modules())

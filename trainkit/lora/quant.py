@@ -77,7 +77,6 @@ def packed_base(
     device: torch.device,
     attention: str,
 ) -> tuple[PreTrainedModel, Fp8Choice | None]:
-    """The base where it will train, its linear layers packed, and which were chosen."""
     convert: Any = packed_kind(str(lora.quantize)).convert
     # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
     with made_whole():

@@ -36,11 +36,7 @@ from trainkit.patterns import ends_in, refuse_endless
 
 @dataclass(frozen=True)
 class Targets:
-    """What peft adapts.
-
-    Attributes:
-        experts: those of them that are every expert's.
-    """
+    """What peft adapts."""
 
     modules: str | tuple[str, ...]
     parameters: tuple[str, ...] = ()
@@ -54,13 +50,7 @@ _FIX = {
 
 
 def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
-    """What peft adapts, held against every list of names and the sizes of the layers.
-
-    Raises:
-        ModelError: a name of any list matches nothing, or a pattern has no end, or ``all-linear``
-            finds nothing.
-        RecipeError: the adapters cannot be of this kind or size.
-    """
+    """What peft adapts, held against every list of names and the sizes of the layers."""
     wanted, excluded = options.target_modules, options.exclude_modules
     names = [name for name, _ in model.named_modules()]
     patterns = {"target_modules": wanted, "exclude_modules": excluded}
@@ -226,11 +216,7 @@ def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
 
 
 def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a name that is the end of no full name.
-
-    Raises:
-        ModelError: it is none; the message lists what there is.
-    """
+    """Refuse a name that is the end of no full name."""
     for item in wanted:
         if not any(ends_in(name, [item]) for name in names):
             lasts = {name.rpartition(".")[2] for name in names if name}

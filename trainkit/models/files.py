@@ -86,7 +86,6 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """Tensor to file, every file there."""
     homes = _object(index).get("weight_map")
     if not isinstance(homes, dict) or not homes:
         raise ModelError("the index has no weight_map", where=str(index), fix=FETCH)
@@ -158,9 +157,6 @@ def with_sound_normalizer(directory: Path) -> Path:
     """The directory, unless its tokenizer makes a text many times as long before it is cut.
 
     The Rust code that does so can neither be stopped nor run out of memory without ending Python.
-
-    Raises:
-        ModelError: a letter becomes more than a thousand.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -194,11 +190,7 @@ def with_sound_normalizer(directory: Path) -> Path:
 
 
 def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
-    """What to say where samples may be longer than the model's context; None where they cannot.
-
-    Raises:
-        ModelError: its positions are a table of that many rows, so a longer sample cannot run.
-    """
+    """What to say where samples may be longer than the model's context; None where they cannot."""
     text = config.get_text_config()
     table = learned_positions(text.to_dict())
     context = context_of(config.to_dict())

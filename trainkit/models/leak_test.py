@@ -44,9 +44,6 @@ def leak_test(
 
     Returns:
         The largest change of a logit of the changed documents, which shows the test could see one.
-
-    Raises:
-        TrainkitError: a document saw another one, or the test saw nothing at all.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -96,9 +93,6 @@ def image_leak_test(
 
     Returns:
         The largest change of a logit of the image's own document; None where there is no other.
-
-    Raises:
-        TrainkitError: another document saw the image, or nobody did.
     """
     bounds = batch["cu_seq_lens_q"].tolist()
     given = {name: value for name, value in batch.items() if name not in ("labels", "source_ids")}
@@ -188,7 +182,6 @@ def packed_inputs(lengths: Sequence[Sequence[int]], row_length: int) -> dict[str
 
 
 def on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of a model with their tensors on a device."""
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 

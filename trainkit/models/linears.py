@@ -33,7 +33,6 @@ class LinearKind:
 
     Attributes:
         name: of the kind; ``lora.quantize`` names those that ``loading`` can make.
-        recognises: whether a module is of this kind.
         unpacker: how to read the layer's weight: storage in, (N, K) in the wanted dtype out; None
             where the weight is stored as it is. A kind without one multiplies by itself alone.
         num_weights: how many weights a parameter of this kind stands for, where that is not its
@@ -109,7 +108,6 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter stands for, packed or sharded or not."""
     counts = (kind.num_weights(parameter) for kind in LINEARS.values())
     return next((count for count in counts if count is not None), num_elements(parameter))
 
@@ -132,11 +130,7 @@ def prepare_for_training(model: nn.Module) -> None:
 
 
 def packed_kind(quantize: str) -> LinearKind:
-    """The row that ``lora.quantize`` names.
-
-    Raises:
-        RecipeError: there is none, or its package is not installed.
-    """
+    """The row that ``lora.quantize`` names."""
     kind = LINEARS.get(quantize)
     if kind is None or not kind.packs:
         known = ", ".join(name for name, kind in LINEARS.items() if kind.packs)
@@ -154,11 +148,7 @@ def packed_kind(quantize: str) -> LinearKind:
 def quantization_config(
     quantize: str = "nf4", compute_dtype: torch.dtype = torch.bfloat16
 ) -> BitsAndBytesConfig | None:
-    """The ``quantization_config`` for ``from_pretrained`` of a frozen base.
-
-    Raises:
-        RecipeError: there is no such row, or a package that it needs is not installed.
-    """
+    """The ``quantization_config`` for ``from_pretrained`` of a frozen base."""
     kind = packed_kind(quantize)
     return None if kind.loading is None else kind.loading(compute_dtype)
 

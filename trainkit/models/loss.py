@@ -229,7 +229,6 @@ class CausalLM(KernelForward):
         return outputs
 
     def why_logits(self, given: Mapping[str, Any]) -> str | None:
-        """Why this call must compute logits, or None."""
         if given.get("labels") is None:
             return "there are no labels"
         head = _head_of(self)
@@ -341,7 +340,6 @@ class LogitsChange:
     """What happens to logits between the head and the loss: ``cap * tanh(logits * scale / cap)``.
 
     Attributes:
-        scale: all factors in one.
         softcap: None where there is none.
     """
 
@@ -520,7 +518,6 @@ class LossCall:
         num_trained: trained tokens, where somebody has counted them.
         shift_labels: labels that are aligned already, (B, S).
         ignore_index: the label of what is not trained; None for the usual.
-        num_losses: how many losses have come out of the head.
         num_computed: how many times somebody wanted the numbers.
     """
 
@@ -602,7 +599,6 @@ class LossCall:
         )
 
     def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
-        """The head's own loss of aligned targets."""
         self.num_losses += 1
         return self.head(
             logits.hidden,

@@ -77,8 +77,6 @@ class Fp8State:
 
     Attributes:
         scales: (rows, 1) fp32, powers of two.
-        shape: of the stack.
-        dtype: that it had.
     """
 
     kind: ClassVar[str] = "fp8"
@@ -115,7 +113,6 @@ def experts_to_fp8(
 
 
 def put_codes(module: nn.Module, name: str, codes: Tensor, state: Any) -> None:
-    """Codes instead of a stack."""
     parameter: Any = nn.Parameter(codes, requires_grad=False)
     parameter.quant_state = state  # counted as what it stands for
     setattr(module, name, parameter)

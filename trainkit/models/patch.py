@@ -91,7 +91,6 @@ class PatchReport:
 
     @property
     def switches(self) -> dict[str, bool]:
-        """Which of ``OPS`` are on, as ``patch_kernels`` takes them."""
         return {row.op: row.status == "on" for row in self.rows if row.op in OPS}
 
     def row(self, op: str) -> PatchRow:
@@ -164,10 +163,6 @@ def patch_kernels(
 
     Returns:
         The report, with ``revert()``.
-
-    Raises:
-        PatchError: an op is unknown, or asked for by name and not proved; the model is patched
-            already (by trainkit, which is refused rather than repeated, or by Liger).
     """
     causal_lm = outermost(model)
     wanted = _switches(kernels)
@@ -215,7 +210,6 @@ _USES = {
 def _row(
     op: str, model: nn.Module, plan: Plan, number: int, num_others: int, own: OwnProof
 ) -> PatchRow:
-    """The report's line of one op."""
     findings = [(kind, each) for kind, each in plan.findings(op) if each.detail]
     by_verdict: dict[str, list[str]] = {"on": [], "no kernel": [], "refused": []}
     for kind, each in findings:
@@ -253,7 +247,6 @@ def _row(
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse the name of an op that is not known, with the nearest one."""
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=1)

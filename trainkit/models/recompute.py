@@ -58,11 +58,7 @@ WAYS: Mapping[Way, Callable[[_Checkpoint, Travel], _Checkpoint] | None] = {
 
 
 class Recomputed:
-    """The layers of a model that can recompute.
-
-    Raises:
-        PatchError: it has no layer that transformers can checkpoint.
-    """
+    """The layers of a model that can recompute."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = checkpointed_layers(model)
@@ -170,7 +166,6 @@ class _Keep(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions inside run as they are."""
         return True
 
     def __exit__(self, *error: Any) -> None:
@@ -218,7 +213,6 @@ class _Again(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions inside run as they are."""
         return True
 
     def __enter__(self) -> _Again:
@@ -349,7 +343,6 @@ class Travel:
         return self.streams[device]
 
     def travels(self, tensor: Tensor) -> bool:
-        """Whether a tensor is worth the way."""
         large = tensor.numel() * tensor.element_size() >= self.min_bytes
         return tensor.is_cuda and large and not isinstance(tensor, nn.Parameter)
 
@@ -397,7 +390,6 @@ class Travel:
         return host
 
     def start(self, away: _Away) -> None:
-        """Begin the way back."""
         side = self.stream(away.device)
         with torch.cuda.stream(side):
             back = torch.empty(away.shape, dtype=away.host[0].dtype, device=away.device)

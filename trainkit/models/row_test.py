@@ -32,7 +32,6 @@ _BY_LENGTH = frozenset({"dynamic", "longrope"})
 def refuse_unsplittable(
     model: PreTrainedModel, split: RowSplit, *, attention: str, takes_num_items: bool
 ) -> None:
-    """Stop where the parts of a row would not add up to the row."""
     text: Any = model.config.get_text_config()
     kind = model.config.model_type
     reason = None

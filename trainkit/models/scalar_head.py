@@ -25,11 +25,7 @@ NAME = "score"
 
 
 def add_scalar_head(model: transformers.PreTrainedModel) -> None:
-    """Give a model the layer; the one for tokens trains no more, unless it is the embedding.
-
-    Raises:
-        ModelError: transformers has no class that would read what is saved.
-    """
+    """Give a model the layer; the one for tokens trains no more, unless it is the embedding."""
     config = model.config
     text = config.get_text_config()
     config.num_labels = 1
@@ -60,7 +56,6 @@ def _served_class(config: transformers.PreTrainedConfig) -> Any:
 
 
 def has_scalar_head(model: nn.Module) -> bool:
-    """Whether `add_scalar_head` was there."""
     return hasattr(without_adapters(model), NAME)
 
 

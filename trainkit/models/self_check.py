@@ -113,9 +113,6 @@ def self_check(
 
     Returns:
         The rows of kernels.json, one op each, then "replica" and "model".
-
-    Raises:
-        SelfCheckError: an op, or their composition, is less exact than plain torch.
     """
     tokens = _tokens_of(batch, where_it_computes(model)[0])
     rows = [
@@ -259,7 +256,6 @@ def _check_replica(
 
 
 def _check_model(model: nn.Module, report: PatchReport, tokens: Mapping[str, Tensor]) -> CheckRow:
-    """The loss of the model itself, patched and plain, without gradients."""
     family = report.plan.model_type
     for parameter in model.parameters():
         if not is_whole(parameter):
@@ -329,7 +325,6 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Of the first tensor."""
         return next(iter(self.tensors.values())).device
 
     def __str__(self) -> str:
@@ -372,7 +367,6 @@ def recorded(names: Sequence[str]) -> Iterator[list[Call]]:
 
 
 def errors_of(call: Call) -> list[OpError]:
-    """The call's errors by the contract of its op."""
     return contract.measure(call.spec, call.case, call.dtype, call.device)
 
 

@@ -55,7 +55,6 @@ def skeleton(
 
 
 def _directory(source_path: str, model: PreTrainedModel) -> Path:
-    """Where the files are that ``from_pretrained`` has found."""
     if Path(source_path).is_dir():
         return Path(source_path)
     revision = getattr(model.config, "_commit_hash", None)

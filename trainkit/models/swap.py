@@ -97,9 +97,6 @@ class Swaps:
         """Give every module its class back; a second call does nothing.
 
         The model computes bit for bit what it computed before.
-
-        Raises:
-            PatchError: something else has swapped a class on top; nothing is changed then.
         """
         for module in self._modules():
             if type(module) not in self._classes:
@@ -127,7 +124,6 @@ class Swaps:
         return both
 
     def _modules(self) -> Iterator[nn.Module]:
-        """The modules whose class is one of these or was derived from one."""
         classes = tuple(self._classes)
         return (module for module in self.model.modules() if isinstance(module, classes))
 

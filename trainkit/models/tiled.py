@@ -26,11 +26,7 @@ _Run = Callable[[Tensor], Tensor]
 
 
 def tile(model: nn.Module, chunk_tokens: int | None) -> Swaps:
-    """Have every feed-forward block compute at most so many tokens at a time.
-
-    Raises:
-        PatchError: no block of the model is known.
-    """
+    """Have every feed-forward block compute at most so many tokens at a time."""
     if chunk_tokens is None:
         return Swaps(model, {})
     blocks = [module for module in model.modules() if _is_feed_forward(module)]
@@ -51,11 +47,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
 
 
 class TiledMLP(nn.Module):
-    """The block whose class lies below, a tile at a time.
-
-    Attributes:
-        chunk_tokens: the most that a tile has.
-    """
+    """The block whose class lies below, a tile at a time."""
 
     chunk_tokens: ClassVar[int]
 

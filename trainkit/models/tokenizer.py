@@ -121,8 +121,6 @@ class NewTokens:
 
     Attributes:
         pieces: the id of each new token, with the ids that its text had before.
-        known: tokens of the recipe that it had already.
-        size: of its vocabulary now.
     """
 
     pieces: Mapping[int, tuple[int, ...]]
@@ -151,7 +149,6 @@ def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens
 
 
 def new_tokens(source: ModelOptions) -> NewTokens:
-    """What the recipe's tokens are to the model's own tokenizer."""
     plain = source.replace(add_tokens=None, add_special_tokens=None)
     return teach(load_tokenizer(plain), source)
 

@@ -111,7 +111,6 @@ class AnswerLoss:
         return step.share(self.loss_sum(model, inputs, self.train_metrics)), None
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
-        """The sum over the batch's items."""
         return EvaluatedBatch(self.loss_sum(model, inputs, self.eval_metrics))
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
@@ -242,7 +241,6 @@ class AnswerDataset:
         return [self.sample(int(first) + side) for first, side in places]
 
     def sample(self, index: int) -> dict[str, Any]:
-        """One sample, with what the reference says of it."""
         found = self.data[index]
         return found if self.reference is None else {**found, REFERENCE: self.reference[index]}
 
@@ -282,8 +280,6 @@ def answer_objective(
     together: int = 1,
     scalar_head: bool = False,
 ) -> Objective:
-    """A row of the table of objectives."""
-
     def dataset(data: PreparedData, shape: RowShape, seed: int | None) -> AnswerDataset:
         return AnswerDataset(data, shape, seed, together)
 

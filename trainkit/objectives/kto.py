@@ -100,14 +100,12 @@ class KtoLoss(AnswerLoss):
         return super().loss_sum(model, own, figures)
 
     def scores(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """(A, 2), or (A, 1) where there are no foreign answers."""
         both = [part for part in _divided(inputs) if "labels" in part]
         return torch.stack([answer_sums(model, part)[0] for part in both], 1)
 
     def compare(
         self, sums: Tensor, reference: Tensor | None, lengths: Tensor, is_real: Tensor
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """As `AnswerLoss` has it."""
         assert reference is not None
         is_good, origin = self._is_good, self._origin
         ratios = sums - reference[:, 0]

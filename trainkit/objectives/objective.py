@@ -30,9 +30,7 @@ class RowShape:
 
     Attributes:
         max_length: tokens of a packed row, padding included; of a sample, at most.
-        pad_token_id: fills what is left of a row.
         sources: what to call each source in the log, where their losses are kept apart.
-        multiple: the length of a row is a multiple of this.
         vision: how the model takes images, or why none are read for it; None of a model of text.
     """
 
@@ -80,7 +78,6 @@ class Step:
 
     Attributes:
         num_items: what the step's losses are divided by, over all micro-batches and ranks.
-        num_micro_batches: of the step, on this rank.
         num_ranks: that share ``num_items``; DDP and ZeRO average gradients over them.
         trainer_divides: Trainer divides the returned loss by ``num_micro_batches``.
         trainer_loss: transformers' own ``compute_loss`` of (model, inputs, num_items): the loss
@@ -141,7 +138,6 @@ class Sums:
     sums: torch.Tensor | None = None
 
     def put(self, found: torch.Tensor) -> None:
-        """A batch's."""
         self.sums = found if self.sums is None else self.sums + found
 
     def take(self, device: torch.device) -> torch.Tensor:
@@ -203,7 +199,6 @@ class Objective:
         looks_ahead: its loss is an `Ahead`.
         scalar_head: the model gets a head that gives a text a number.
         splits_rows: several ranks can share a row: its loss is a sum over tokens.
-        takes_images: its rows may have images.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
     """
@@ -294,8 +289,6 @@ class TrainingData:
         sources: what to call each source in the log, where their losses are kept apart; batches
             then have ``source_ids``.
         stream: where the training rows come from instead; ``samples`` are its first ones then.
-        sample_name: what to call a sample in a message, from its id.
-        has_equal_epochs: every epoch has as many rows as the first one.
     """
 
     samples: EpochDataset
@@ -340,8 +333,6 @@ class BatchCounts:
     """What is in a batch.
 
     Attributes:
-        num_tokens: padding left out.
-        num_trained_tokens: labels.
         num_items: what the objective's mean is taken of.
     """
 
@@ -371,7 +362,6 @@ def without_training(item: Any) -> Any:
 
 
 def count_tokens(items: Sequence[Any]) -> int:
-    """Tokens of items, padding left out."""
     return sum(
         len(item["input_ids"]) if isinstance(item, Mapping) else count_tokens(item)
         for item in items

@@ -102,7 +102,6 @@ class PairLoss(AnswerLoss):
     def compare(
         self, sums: Tensor, reference: Tensor | None, lengths: Tensor, is_real: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As `AnswerLoss` has it."""
         sums, lengths = sums.view(-1, 2), lengths.view(-1, 2)
         before = None if reference is None else reference.view(-1, 2)
         rewards, losses = self.rewarded(sums, before, lengths, is_real)

@@ -27,7 +27,6 @@ class RewardLoss(AnswerLoss):
         self._states = LastStates(setup.model)
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
-        """The sum over the pairs of a batch."""
         given = dict(inputs)
         ids, num_answers, labels = map(given.pop, ("answer_ids", "num_answers", "labels"))
         given.pop("num_trained_tokens")

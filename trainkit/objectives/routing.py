@@ -30,7 +30,6 @@ class Routing:
     Attributes:
         sums: float64: two losses and their weight, then how many tokens each expert of each layer
             got.
-        layers: the names of the layers, and how many experts they have.
         reached: by a layer's name, how many tokens with a target each expert got in all; kept until
             somebody has emptied it and set it to None.
     """
@@ -141,9 +140,6 @@ class RouterLosses(Sums):
     Attributes:
         seen: what `count` says of the whole step, over all ranks; None before it is known.
         sums: what `count` says.
-
-    Raises:
-        ModelError: the model has no such losses.
     """
 
     def __init__(self, model: nn.Module, own: float, aux: float | None, z: float) -> None:
@@ -195,7 +191,6 @@ class RouterLosses(Sums):
         return torch.stack((balance, mine[-2] / tokens)) * balance.new_tensor(self.factors)
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
-        """The losses of all that was added."""
         whole = torch.tensor(list(sums), dtype=torch.float64)
         balance, z = self.losses(whole, whole).tolist()
         return _named(balance, z, prefix) if whole[-1] else {}
@@ -207,11 +202,7 @@ def _named(balance: float, z: float, prefix: str = "") -> dict[str, float]:
 
 
 def _sizes(base: Any, text: Any) -> tuple[int, int]:
-    """How many experts there are, and how many a token is given, as the losses count them.
-
-    Raises:
-        ModelError: the model's auxiliary loss is another one, or it returns no logits of routers.
-    """
+    """How many experts there are, and how many a token is given, as the losses count them."""
     sizes = [
         next((n for n in (getattr(at, name, None) for at in (base, text)) if n), 0)
         for name in ("num_experts", "num_experts_per_tok")
@@ -291,7 +282,6 @@ class Together(Sums):
 
     @property
     def sums(self) -> Tensor | None:
-        """Of all, flat; None before a batch."""
         like = next((each.sums for each in self.parts if each.sums is not None), None)
         if like is None:
             return None
@@ -309,7 +299,6 @@ class Together(Sums):
             each.sums = None if mine is None else mine.reshape(each.shape).clone()
 
     def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
-        """What the log says of each."""
         found: dict[str, float] = {}
         for each, size in zip(self.parts, self._sizes, strict=True):
             mine, sums = sums[:size], sums[size:]

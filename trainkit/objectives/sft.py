@@ -87,7 +87,6 @@ class TokenMeanLoss:
 
     @property
     def seen(self) -> torch.Tensor | None:
-        """As `Ahead` has it."""
         return self.routers.seen
 
     @seen.setter
@@ -104,14 +103,12 @@ class TokenMeanLoss:
         return self.routers.count(outputs, real_tokens(given)).detach()
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
-        """Trained tokens; the batch carries their number to where the loss is computed."""
         batch["num_trained_tokens"] = num_trained_tokens
         return num_trained_tokens
 
     def training(
         self, model: nn.Module, inputs: dict[str, Any], step: Step
     ) -> tuple[torch.Tensor, Any]:
-        """The model's own loss, weighed by tokens."""
         aimed, num_trained = self._taken(inputs)
         parts, takes = step.num_micro_batches, self._takes_num_items
         if self._routing is not None:
@@ -146,7 +143,6 @@ class TokenMeanLoss:
         return loss, outputs
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
-        """The same quantity, from the same parts."""
         aimed, num_trained = self._taken(inputs)
         one = torch.ones((), device=inputs["labels"].device)
         given = {**inputs, **self.routers.forward_options}

@@ -128,12 +128,10 @@ def _exists(path: str) -> bool:
 
 
 def _sources(value: Any) -> Any:
-    """One source may be given without a list."""
     return [value] if isinstance(value, str | dict) else value
 
 
 def _count_or_share(value: Any) -> Any:
-    """``1%`` is 0.01; a count stays whole."""
     if isinstance(value, str) and value.endswith("%"):
         with contextlib.suppress(ValueError):  # refused below
             value = float(value[:-1]) / 100
@@ -198,7 +196,6 @@ class _Files(Section):
 
     @property
     def eval_sources(self) -> list[Source]:
-        """The held-out files."""
         return self.eval if isinstance(self.eval, list) else []
 
     @property
@@ -330,11 +327,9 @@ class DataSection(SampleOptions, _Files):
         return self
 
     def sample_options(self) -> dict[str, Any]:
-        """The values of the keys that ``SampleOptions`` has, by key."""
         return {key: getattr(self, key) for key in SampleOptions.model_fields}
 
     def with_format(self, sources: list[Source]) -> tuple[Source, ...]:
-        """The sources, with the section's format where they do not say their own."""
         return tuple(
             source.replace(format=self.format) if source.format == "auto" else source
             for source in sources

@@ -23,7 +23,6 @@ class Argument:
 
     Attributes:
         kind: ``float``, ``int``, ``bool``, or ``str``.
-        below: what a number is less than.
         keeps: bytes of state a trained number, where it is neither 0 nor false.
         like: the field of ``training`` that says the same; one of them may.
     """
@@ -59,12 +58,10 @@ class Argument:
 
 
 def count(name: str, least: int = 1) -> Argument:
-    """A whole number."""
     return Argument(name, int, least=least)
 
 
 def switch(name: str) -> Argument:
-    """True or false."""
     return Argument(name, bool)
 
 
@@ -99,8 +96,6 @@ class Optimizer:
     Attributes:
         about: what it keeps for each trained number.
         matrix_bytes: of state for a number of a layer's matrix, on the GPU.
-        embedding_bytes: for one of the embedding.
-        head_bytes: for one of an output layer of its own.
         per_rank_bytes: for a matrix that is projected to a rank: of state for each of its numbers.
         step_bytes: of temporaries for every trained number, while all step together on a GPU.
         step_largest_bytes: of temporaries for every number of the largest weight.
@@ -113,9 +108,7 @@ class Optimizer:
         package: what it needs besides torch and transformers.
         is_ours: transformers does not know it.
         shards: under which engines its result is that of one process: `ZERO`, `FSDP2`.
-        why_whole: why it runs under no other.
         steps_alone: a parameter's step looks at nothing of another, so that it may run in backward.
-        needs_gpu: it runs on a GPU alone.
         elementwise: not even at other numbers of the same parameter, beyond blocks of 256.
         one_pass: bf16 weights without masters are stepped by one kernel, with no fp32 copy of them.
         instead: of a row that is not served: why, and what to write.

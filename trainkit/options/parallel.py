@@ -165,7 +165,6 @@ WORDS: Mapping[str, RecomputeOptions | None] = {
 
 
 def _form(value: object) -> str:
-    """Which of its forms ``recompute`` has, so that errors are those of that form."""
     return "section" if isinstance(value, Mapping | RecomputeOptions) else "word"
 
 

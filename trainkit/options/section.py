@@ -163,7 +163,6 @@ _ALSO_CALLED: Mapping[str, str] = {
 
 
 def rule_of(error: ErrorDetails) -> str:
-    """The rule that a value breaks: ``must be above 0``."""
     context = error.get("ctx", {})
     rule = _RULES.get(error["type"], "").format(**context)
     return rule or (str(context["error"]) if "error" in context else error["msg"])

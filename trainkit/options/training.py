@@ -258,7 +258,6 @@ class GenerationOptions(Section):
         return self
 
     def figures(self) -> list[str]:
-        """The names under which its figures are logged, without ``eval_``."""
         return [f"{ANSWERS}/{name}" for name in metric_names(self.metrics)]
 
 

@@ -123,11 +123,7 @@ def _refuse(problems: Iterable[str | None]) -> None:
 
 
 def decided_by_main(process: ProcessRank, decide: Callable[[], Decision]) -> Decision:
-    """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang.
-
-    Raises:
-        TrainkitError: on every rank; only rank 0 prints it.
-    """
+    """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang."""
     decided: list[Any] = [None]
     if process.is_main:
         try:
@@ -149,10 +145,6 @@ def decided_by_each(process: ProcessRank, decide: Callable[[], Decision]) -> Dec
 
     Returns:
         What this rank has decided.
-
-    Raises:
-        TrainkitError: on every rank, its own or that of the first rank with one; ranks that have
-            the same one print it once.
     """
     error: TrainkitError | None = None
     try:

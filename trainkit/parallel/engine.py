@@ -215,7 +215,6 @@ class Training:
     """What a strategy trains.
 
     Attributes:
-        num_steps: of the run.
         averages: the optimizer averages gradients over ranks by itself.
     """
 
@@ -254,7 +253,6 @@ class Engine:
 
     Attributes:
         keeps_masters: it keeps fp32 copies of half-precision weights, so the optimizer must not.
-        holds_whole_model: each rank can run the model by itself.
         shards_optimizer: each rank holds a part of the optimizer's state.
         reshards: another number of ranks can take up those parts.
         packages: whose versions decide the curve.
@@ -491,12 +489,7 @@ class Engine:
     # -- files ------------------------------------------------------------------------------------
 
     def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Write the model as ``from_pretrained`` reads it; every rank calls it.
-
-        Args:
-            save: where.
-            write: writes all but the weights, and those that it is given; one rank calls it.
-        """
+        """Write the model as ``from_pretrained`` reads it; every rank calls it."""
         if self.args.should_save:
             save.defer(None, partial(write, save.copied(self._saved_weights())))
 
@@ -544,11 +537,7 @@ class Engine:
         return [*tensors_of(self._saved_weights()), *tensors_of(self._optimizer.state_dict())]
 
     def load_state(self, folder: Path, step: int) -> None:
-        """Behind `set_up`: what `save_state` wrote at a step.
-
-        Raises:
-            CheckpointError: it is not what this run's optimizer has.
-        """
+        """Behind `set_up`: what `save_state` wrote at a step."""
         # Of one process through the host, whose memory is the larger one.
         is_alone = self.ranks.num_processes == 1 or self.args.device.type == "cpu"
         path = folder / OPTIMIZER

@@ -53,7 +53,6 @@ class InParts(Engine):
         self._saved_dtypes: dict[str, torch.dtype] = {}
 
     def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """What the model was loaded in, and is saved in."""
         return self._saved_dtypes.get(name, parameter.dtype)
 
     def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
@@ -89,7 +88,6 @@ class InParts(Engine):
             take_up(self.model, self.optimizer, saved, folder, step)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        """The trained weights alone."""
         weights = self._parts(of_optimizer=False)
         load_parts({"model": weights}, folder)
         self._round(weights)
@@ -118,9 +116,6 @@ class Fsdp2(InParts):
 
         The model is whole and the same on every rank, or without memory for the weights that are in
         files.
-
-        Raises:
-            ModelError: weights would be computed with in another dtype than without sharding.
         """
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         in_files = names_in_files(model)
@@ -142,7 +137,6 @@ class Fsdp2(InParts):
         return self._compiled()
 
     def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Gathered; written at once."""
         is_adapter, keep = isinstance(self.model, PeftModel), bool(self.args.should_save)
         whole = self.whole_weights(self.model, keep=keep, adapters_only=is_adapter)
         if keep:
@@ -188,11 +182,7 @@ def save_config(engine: Engine, model: Any, folder: Path) -> None:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | None:
-    """The half-precision dtype that a model's weights are in, and are gathered in; None for fp32.
-
-    Raises:
-        ModelError: there are two.
-    """
+    """The half-precision dtype that a model's weights are in and gathered in; None for fp32."""
     found = {p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES}
     if len(found) > 1:
         raise ModelError(
@@ -208,9 +198,6 @@ def kept_whole(model: nn.Module, half: torch.dtype | None) -> set[nn.Parameter]:
 
     A model may ask for some small weights (routers, scales) in fp32 among others in half
     precision. Gathering would round them.
-
-    Raises:
-        ModelError: such a weight is trained, and is not an adapter's.
     """
     others = {
         name: p
@@ -312,11 +299,7 @@ def give_back(model: nn.Module, *_: Any) -> None:
 
 
 def require_sharded(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Hold the outcome against what was asked for.
-
-    Raises:
-        TrainkitError: a parameter is whole.
-    """
+    """Hold the outcome against what was asked for."""
     whole = [
         name
         for name, p in model.named_parameters()

@@ -47,7 +47,6 @@ class Hosts:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is this host only."""
         return self.number == "1"
 
     @classmethod
@@ -69,7 +68,6 @@ class Hosts:
         )
 
     def own_address(self) -> str:
-        """This host as the others reach it."""
         if self.rank == 0 or self.is_one:
             return self.address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -13,12 +13,7 @@ from trainkit.options.training import COMPARING
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row.
-
-    Attributes:
-        key: of the recipe, for the message.
-        applies: whether a combination is refused.
-    """
+    """One row."""
 
     key: str
     applies: Callable[[Combination], bool]
@@ -431,5 +426,4 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def refusals(combination: Combination) -> Iterator[Refusal]:
-    """Every row that refuses a combination."""
     return (row for row in REFUSALS if row.applies(combination))

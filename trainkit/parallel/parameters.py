@@ -38,7 +38,6 @@ def all_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the full parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

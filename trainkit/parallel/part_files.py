@@ -61,7 +61,6 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(folder: Path) -> Metadata:
-    """The table of contents of a folder of parts."""
     path = folder / _TABLE
     try:
         table = _TableUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -170,7 +169,6 @@ def without_state(model: nn.Module, optimizer: Any) -> list[str]:
 
 
 def empty_state(model: nn.Module, optimizer: Any, checkpoint: Path, step: int) -> dict[str, Any]:
-    """As `optimizer_state`, with room for the values that a checkpoint has."""
     folder = checkpoint / FOLDER
     table, own = read_table(folder), trained_by(model, optimizer)
     state: dict[str, dict[str, Any]] = {}
@@ -362,7 +360,6 @@ def _other(path: Path, name: str, found: str, wanted: str) -> CheckpointError:
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer under accelerate's wrapper."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer

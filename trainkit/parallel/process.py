@@ -56,7 +56,6 @@ def whole_number(
     at_least: int = 0,
     at_most: int = 2**31,
 ) -> int:
-    """An environment variable that is a number."""
     text = variables.get(name) or str(default)
     if not text.strip().isdecimal() or not at_least <= int(text) <= at_most:
         bounds = f", {at_least} or more" if at_least else ""
@@ -75,7 +74,6 @@ class Machine:
 
     Attributes:
         world_size: processes of the run, one a GPU.
-        on_cpu: there is no GPU to train on.
     """
 
     world_size: int = 1

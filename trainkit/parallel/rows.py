@@ -31,11 +31,7 @@ _KEPT = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 
 @dataclass(frozen=True, eq=False)
 class RowSplit:
-    """One group of ranks that share rows.
-
-    Attributes:
-        group: who exchanges.
-    """
+    """One group of ranks that share rows."""
 
     rank: int
     size: int
@@ -60,9 +56,6 @@ class RowSplit:
             (B, S / n) tensors: ``input_ids`` and ``labels``; ``position_ids`` in the whole row;
             ``shift_labels`` and ``source_ids`` of the next token. ``num_trained_tokens`` of the
             part. No ``attention_mask``: no token looks at the padding behind it.
-
-        Raises:
-            TrainkitError: a row cannot be divided so, or something of the batch is unknown.
         """
         found = dict(batch)
         tokens = found["input_ids"]
@@ -178,7 +171,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _drop_padding_mask(batch: dict[str, Any]) -> None:
-    """Take out a mask that says no more than that padding is on the right."""
     mask = batch.pop("attention_mask", None)
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise TrainkitError(

@@ -27,7 +27,6 @@ class WeightFiles:
     """Where the weights of a model without memory are.
 
     Attributes:
-        homes: the file of each tensor, by its name there.
         names: of the tensor that each parameter is, by the parameter's ``id``. Adapters rename
             parameters, and leave the objects.
     """
@@ -56,7 +55,6 @@ class WeightFiles:
         return None if saved else cls(homes, names)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, in the file's dtype."""
         with safe_open(self.homes[name], "pt") as file:
             rows: torch.Tensor = file.get_slice(name)[start:stop]
         return rows
@@ -82,11 +80,7 @@ def _shapes(files: set[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def names_in_files(model: nn.Module) -> dict[str, tuple[WeightFiles, str]]:
-    """Parameters without memory, each with the tensor that it is; empty of a model that has all.
-
-    Raises:
-        TrainkitError: a parameter has neither memory nor a file.
-    """
+    """Parameters without memory, each with the tensor that it is; empty of a model that has all."""
     missing = {name: p for name, p in model.named_parameters() if p.is_meta}
     if not missing:
         return {}

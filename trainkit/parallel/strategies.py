@@ -63,11 +63,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_for(shard: str) -> Strategy:
-    """The row of a name; a file is a DeepSpeed configuration.
-
-    Raises:
-        RecipeError: there is neither such a row nor a file with a JSON object, with the reason.
-    """
+    """The row of a name; a file is a DeepSpeed configuration."""
     if shard in STRATEGIES:
         return STRATEGIES[shard]
     path = Path(shard).expanduser()

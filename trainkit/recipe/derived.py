@@ -26,10 +26,6 @@ def resolve_accumulation(recipe: Recipe, data_size: int) -> int:
     packed row holds several samples).
 
     ``data_size``: processes, one a GPU, unless some of them share a model (``parallel``).
-
-    Raises:
-        RecipeError: the global batch size cannot be divided so, or a given
-            ``gradient_accumulation_steps`` disagrees with it.
     """
     name = "per_device_train_batch_size"
     micro = recipe.training.get(name, FIELDS[name].default)
@@ -64,7 +60,6 @@ class Derived:
     """A value that nobody wrote.
 
     Attributes:
-        value: what the run uses.
         origin: what it follows from: ``from model.dtype``.
         is_of_machine: another machine would use another one, so it is not a part of a recipe.
     """

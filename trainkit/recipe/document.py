@@ -44,7 +44,6 @@ class Document:
     """A parsed recipe file.
 
     Attributes:
-        path: the file, as it was given.
         values: its mapping, in plain Python values.
         lines: the 1-based line of every key and list item.
     """
@@ -56,12 +55,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a recipe file.
-
-    Raises:
-        RecipeError: the file is missing, not UTF-8, not YAML, empty, or not a mapping; or a key
-            appears twice.
-    """
+    """Read a recipe file."""
     try:
         content = regular(path, RecipeError).read_bytes()
         text = content.decode("utf-8-sig")
@@ -311,11 +305,7 @@ class Settings:
     file: str | None = None
 
     def merge(self, document: Document) -> None:
-        """Put a file's values over what is there, those of its short keys at the same lines.
-
-        Raises:
-            RecipeError: the file has a short key and what it is short for.
-        """
+        """Put a file's values over what is there, those of its short keys at the same lines."""
         self.file = str(document.path)
         for short, (section, key) in SHORT_FORMS.items():
             if short not in document.values:
@@ -338,12 +328,7 @@ class Settings:
         self._merge(self.values, document.values, (), origins)
 
     def override(self, text: str, label: str) -> None:
-        """Put ``section.key=value`` over what is there.
-
-        Raises:
-            RecipeError: not of that shape, or the key is inside a list or a single value, which it
-                would replace unseen.
-        """
+        """Put ``section.key=value`` over what is there."""
         keys, value = parse_override(text)
         keys = SHORT_FORMS.get(keys[0], keys) if len(keys) == 1 else keys
         where, target = f"override {text!r}", self.values
@@ -429,7 +414,6 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def _paths(value: Any, prefix: KeyPath) -> Iterator[KeyPath]:
-    """The paths of all keys in a tree of mappings."""
     for key, item in value.items() if isinstance(value, Mapping) else ():
         yield (*prefix, key)
         yield from _paths(item, (*prefix, key))

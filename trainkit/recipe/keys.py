@@ -44,7 +44,6 @@ class Problem:
     Attributes:
         what: the key, its value and the rule that it breaks.
         where: ``file:line``, an override, or an option.
-        fix: what to write instead.
     """
 
     what: str
@@ -73,7 +72,6 @@ class ForeignName:
     """What a key of another tool is here.
 
     Attributes:
-        owner: the tools that use the name.
         target: our dotted key, or None.
         note: how to say it here, where copying the value is not enough.
     """
@@ -113,7 +111,6 @@ def _walk(
 
 @lru_cache(maxsize=1)
 def sections() -> Mapping[str, tuple[str, ...]]:
-    """The keys of each section; the top level is ``""``."""
     found: dict[str, tuple[str, ...]] = {"": ("base",)}
     for key, _, _ in _walk(Recipe):
         section, _, name = key.rpartition(".")
@@ -131,7 +128,6 @@ def places(name: str) -> list[str]:
 
 
 def explain_unknown_key(path: KeyPath, value: Any, where: str | None) -> Problem:
-    """Describe an unknown key."""
     name, section, dotted = str(path[-1]), section_of(path), dotted_key(path)
     shown = "..." if isinstance(value, dict | list) else str(value)
     if value is None or isinstance(value, bool):
@@ -198,7 +194,6 @@ def _nearest_key(path: KeyPath) -> str | None:
 
 
 def validate(settings: Settings) -> Recipe:
-    """Make the recipe."""
     values = dict(settings.values)
     if "training" in values and values["training"] is None:
         del values["training"]
@@ -275,7 +270,6 @@ def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
 
 
 def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
-    """What to write instead, where that is plain from the value."""
     kind = error["type"]
     if kind in ("model_type", "model_attributes_type"):
         if value is False and dotted != "model":
@@ -322,7 +316,6 @@ class KeyReference:
 
     Attributes:
         key: dotted; ``[]`` stands for the items of a list.
-        help: its effect and unit.
         on_resume: its rule of ``OnResume``.
     """
 

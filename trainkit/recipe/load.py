@@ -42,7 +42,6 @@ class ResolvedValue:
 
     Attributes:
         origin: where it was given, what it follows from, or whose default it is.
-        is_derived: it follows from other values or from the machine.
         is_of_machine: another machine would use another one.
     """
 
@@ -68,7 +67,6 @@ class LoadedRecipe:
     Attributes:
         origins: dotted key to origin: ``qwen2.yaml:14``, ``override``, ``--deepspeed``,
             ``default``, ``trainkit default`` or ``transformers default``.
-        source_text: the recipe file as it was given.
         settings: the merged values as they were given.
         base_texts: the recipes that it builds on, as they were given, the deepest first.
     """

@@ -239,7 +239,6 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _of_rates(recipe: Recipe) -> Iterator[Broken]:
-    """What trains, and how fast."""
     model, lora, training = recipe.model, recipe.lora, recipe.training
     if lora is not None and (model.frozen or model.train != ["text"]):
         yield (
@@ -282,7 +281,6 @@ def _of_rates(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
-    """Recipes that compare two answers."""
     routers = [k for k in ROUTER_LOSSES if getattr(recipe.model, k)]
     if routers and recipe.objective != DEFAULT_OBJECTIVE:
         yield (
@@ -354,7 +352,6 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _of_distillation(recipe: Recipe) -> Iterator[Broken]:
-    """Recipes that learn from a teacher."""
     options = recipe.distill or DistillOptions()
     if recipe.objective != "distill":
         if recipe.distill is not None:
@@ -405,7 +402,6 @@ def is_loss(metric: str) -> bool:
 
 
 def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
-    """What depends on a figure that is not measured, or measured at other steps."""
     training, metric, every = recipe.training, recipe.metric, recipe.metric_every
     key, generation = "training.metric_for_best_model", recipe.generation_eval
     if every is None and generation is not None and metric in generation.figures():

@@ -52,18 +52,11 @@ class Field:
     Attributes:
         type: names of ``_KINDS`` with ``|`` between.
         theirs: transformers' own default, where trainkit's is chosen here.
-        above: what a number must be greater than.
-        below: what a number must be less than.
         whole_above_one: a share of all steps below 1, a number of steps from there on.
         off: one more number, which means "not used".
-        choices: the words it takes.
         without: words of transformers' that are not served here, each with what to do instead.
-        keys: the keys that a mapping may have.
-        needs: the condition under which it acts.
         derived: what decides the value where nobody does.
-        fixed: why it has one value here.
         elsewhere: what to write instead; ``{value}`` stands for what was given.
-        since: the first transformers that has it.
         on_resume: see ``trainkit.options.section.OnResume``.
     """
 
@@ -101,7 +94,6 @@ class Field:
 
     @property
     def about(self) -> str:
-        """Its meaning, for the reference."""
         if self.fixed:
             return f"Cannot be changed: {self.fixed}."
         notes = {"Needs": self.needs, "By default": self.derived}
@@ -139,7 +131,6 @@ class Field:
         return any(isinstance(value, _KINDS[kind][0]) for kind in kinds)
 
     def problems(self, value: Any) -> Iterator[Broken]:
-        """What is wrong with a value by itself."""
         name = f"training.{self.name}"
         if self.fixed:
             if value != self.default or type(value) is not type(self.default):
@@ -210,7 +201,6 @@ class Field:
         return None
 
     def _unknown_keys(self, value: Any) -> Iterator[Broken]:
-        """Keys of a mapping that nothing would read."""
         if not isinstance(value, dict):
             yield self.name, f"training.{self.name}: {value!r} must be a mapping", None
             return
@@ -259,11 +249,7 @@ CHECKPOINTING = (
 
 
 def complete_training(training: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``training`` section with trainkit's own defaults and fixed values in it.
-
-    Raises:
-        ValidationError: fields are unknown, or values break rules; with all of them.
-    """
+    """A ``training`` section with trainkit's own defaults and fixed values in it."""
     if broken := check_training(training):
         raise ValidationError.from_exception_data(
             "training",

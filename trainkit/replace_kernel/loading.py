@@ -29,7 +29,6 @@ _reports: WeakKeyDictionary[nn.Module, PatchReport] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Patch models from now on."""
     if _wrapped:
         return
     for loader in _LOADERS:
@@ -39,11 +38,7 @@ def install() -> None:
 
 
 def undo() -> None:
-    """Stop patching what is loaded from now on.
-
-    Raises:
-        PatchError: another library has wrapped transformers' loading since.
-    """
+    """Stop patching what is loaded from now on."""
     for loader in _wrapped:
         if not hasattr(PreTrainedModel.__dict__[loader].__func__, "_trainkit"):
             raise PatchError(
@@ -56,7 +51,6 @@ def undo() -> None:
 
 
 def report_of(model: nn.Module) -> PatchReport:
-    """The report of a model that was patched while it was loaded."""
     if model not in _reports:
         raise PatchError("this model was not patched while it was loaded")
     return _reports[model]

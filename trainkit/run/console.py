@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import sys
@@ -28,7 +27,6 @@ from trainkit.redact import redact_text
 from trainkit.run.files import explain_os_errors
 from trainkit.run.metrics import format_count, format_duration, format_loss, format_number
 
-_SPARKS = "▁▂▃▄▅▆▇█"
 _REFRESH_PER_SECOND = 4
 _COPIED = re.compile(r"\btrainkit [a-z-]+ |(?<!\w)~?/\w+/\S")
 # The pace of recent steps says when the run ends; the pace of all steps includes the slow first.
@@ -68,10 +66,8 @@ class Console:
         self._live: Live | None = None
         self._progress = _Progress(total_steps=0)
 
-    def start(
-        self, total_steps: int, *, first_step: int = 0, due: Mapping[str, float] | None = None
-    ) -> None:
-        self._progress = _Progress(total_steps=total_steps, step=first_step, due=due or {})
+    def start(self, total_steps: int, *, first_step: int = 0) -> None:
+        self._progress = _Progress(total_steps=total_steps, step=first_step)
         if self._silent or not self.interactive or self._live is not None:
             return
         self._live = Live(
@@ -154,16 +150,12 @@ class Console:
 class _Progress:
     """The numbers of the moment and their two forms: a block of lines, or one line."""
 
-    def __init__(
-        self, *, total_steps: int, step: int = 0, due: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, *, total_steps: int, step: int = 0) -> None:
         self.total_steps = total_steps
-        self._due = due or {}
         self.step = step
         self.doing = "finishing"
         self._latest: dict[str, float | int | str | None] = {}
         self._sources: dict[str, float | int | str | None] = {}
-        self._losses: deque[float] = deque(maxlen=240)
         self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
         self._pace.append((step, time.monotonic()))
 
@@ -179,9 +171,6 @@ class _Progress:
         self._latest.update({key: value for key, value in metrics.items() if value is not None})
         if "loss" in metrics:  # a source that is not in this row says nothing now
             self._sources = {k: v for k, v in metrics.items() if k.startswith("loss/")}
-        loss = metrics.get("loss")
-        if isinstance(loss, int | float):
-            self._losses.append(float(loss))
 
     @property
     def _is_last(self) -> bool:
@@ -191,30 +180,10 @@ class _Progress:
         """None where the end is not known, or only the work behind the last step is left."""
         if not self.total_steps or self._is_last:
             return None
-        return self._seconds_until(self.total_steps)
-
-    def _seconds_until(self, step: int) -> float | None:
         (first, began), (last, ended) = self._pace[0], self._pace[-1]
         if last == first:
             return None
-        return max(step - self.step, 0) * (ended - began) / (last - first)
-
-    def _coming(self, width: int) -> Text:
-        """What is due next, and in how long; nothing of what comes after the end."""
-        line = Text(no_wrap=True, overflow="ellipsis")
-        for name, every in self._due.items():
-            # Shares of an epoch are no whole steps; the step behind them is the one.
-            step = math.ceil((math.floor(self.step / every + 1e-9) + 1) * every - 1e-9)
-            if self.total_steps:
-                step = min(step, self.total_steps)
-            seconds = self._seconds_until(step)
-            when = f"{step}" if seconds is None else f"{step} in {format_duration(seconds)}"
-            label = f"{'  ' if line.plain else ''}{name} at "
-            if len(line.plain) + len(label) + len(when) > width:
-                break
-            line.append(label, style="dim")
-            line.append(when)
-        return line
+        return max(self.total_steps - self.step, 0) * (ended - began) / (last - first)
 
     def _fields(self) -> list[tuple[str, str]]:
         """Label and value, the most wanted first: a narrow terminal shows only these."""
@@ -260,30 +229,7 @@ class _Progress:
                 break
             body.append(piece[: -len(value)], style="dim")
             body.append(value)
-        spark = sparkline(list(self._losses), min(width - 5, 60))
-        lines: list[RenderableType] = [head, body]
-        coming = self._coming(width)
-        if coming.plain and self.step < self.total_steps:
-            lines.append(coming)
-        if len(spark) > 1:
-            lines.append(Text.assemble(("loss ", "dim"), (spark, "cyan")))
-        return Group(*lines)
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """``values`` as one row of block characters, averaged into at most ``width`` columns."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
-    if not finite or width < 1:
-        return ""
-    columns = min(width, len(finite))
-    means = []
-    for column in range(columns):
-        start = column * len(finite) // columns
-        stop = (column + 1) * len(finite) // columns
-        means.append(sum(finite[start:stop]) / (stop - start))
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_SPARKS[int((mean - low) / span * (len(_SPARKS) - 1))] for mean in means)
+        return Group(head, body)
 
 
 def _evaluation_line(step: int, evaluation: Mapping[str, float | int | str | None]) -> str:
@@ -335,7 +281,6 @@ class RankLogHandler(logging.FileHandler):
         return redact_text(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop a record that cannot be written."""
         with contextlib.suppress(OSError, ValueError):
             self.flush()
 

@@ -178,11 +178,9 @@ class RunDirectory:
         return sorted(self.root.glob("recipe.base*.yaml"))
 
     def base(self, place: int) -> Path:
-        """The copy of one of them."""
         return self.root / f"recipe.base{place:02d}.yaml"
 
     def rank_log(self, dist_rank: int) -> Path:
-        """The log file of one process."""
         return self.logs / f"rank{dist_rank}.log"
 
     def checkpoint(self, step: int) -> Path:
@@ -191,11 +189,9 @@ class RunDirectory:
     # -- writing ------------------------------------------------------------------------------
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a text file of the run atomically, without secrets."""
         write_text_atomic(path, redact_text(text))
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Write a JSON file of the run atomically, without secrets."""
         write_json_atomic(path, redact(value))
 
     def open_metrics(self, *, resume_step: int | None = None) -> MetricsWriter:
@@ -241,11 +237,7 @@ class RunDirectory:
         write_json_atomic(self.status_file, asdict(now))
 
     def heartbeat(self, step: int) -> None:
-        """Record the last finished step, at most every ten seconds: cheap to call each step.
-
-        Raises:
-            RunGoneError: the directory is not where it was.
-        """
+        """Record the last finished step, at most every ten seconds: cheap to call each step."""
         self._step = step
         self.refuse_gone()
         now = time.monotonic()
@@ -346,11 +338,7 @@ _HALF_WRITTEN = re.compile(r"\..+\.[a-z0-9_]{8}")
 
 @contextlib.contextmanager
 def locked(run: RunDirectory) -> Iterator[None]:
-    """Keep other starts of the run out while the body runs; sweep what a killed one left.
-
-    Raises:
-        RunDirectoryError: another start is at work there. One that was killed does not count.
-    """
+    """Keep other starts of the run out while the body runs; sweep what a killed one left."""
     path = run.root / _NAME
     with explain_os_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -74,7 +74,6 @@ def command_script(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """A shell script that runs this command again."""
     environ = os.environ if environ is None else environ
     arguments = redact_argv(list(sys.orig_argv if argv is None else argv), environ)
     lines = [
@@ -147,7 +146,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """What ``nvidia-smi`` says, [] without it."""
     columns = ["index", "name", "driver_version", "memory.total", "compute_cap", "power.limit"]
     query = f"--query-gpu={','.join(columns)}"
     output = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"])

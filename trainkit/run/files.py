@@ -72,12 +72,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` in one step; on any failure the old file stays as it was.
-
-    Raises:
-        DiskFullError: no space is left.
-        RunDirectoryError: its directory is gone, or cannot be written.
-    """
+    """Replace ``path`` by ``data`` in one step; on any failure the old file stays as it was."""
     with explain_os_errors(path):
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         try:

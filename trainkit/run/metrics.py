@@ -67,12 +67,7 @@ class MetricsWriter:
             self._stream: FileIO = path.open("ab", buffering=0)
 
     def append(self, row: Mapping[str, Scalar]) -> None:
-        """Write one row.
-
-        Raises:
-            RunDirectoryError: a value is not a plain scalar.
-            DiskFullError: no space is left; the file keeps its earlier rows complete.
-        """
+        """Write one row."""
         data = _encode(row).encode("utf-8")
         start = self._stream.tell()
         try:

@@ -39,7 +39,6 @@ class Curve:
     """One picture of a run.
 
     Attributes:
-        unit: of the vertical axis.
         smooth: draw an exponential mean over faint raw values.
         log_scale: where the highest value would flatten all others against the axis.
         from_zero: the axis starts at 0, so that heights compare.
@@ -98,8 +97,6 @@ class Series:
     """One metric over the steps.
 
     Attributes:
-        steps: ascending.
-        values: finite, one a step.
         broken_steps: where the metric was NaN or infinite.
     """
 
@@ -116,7 +113,6 @@ class History:
 
     Attributes:
         first: row of training; None without one.
-        last: row of training.
         evaluations: rows with figures of an evaluation, whole.
         last_step: of any row; 0 without one.
         figures: what has been drawn of them, by the name of its curve.
@@ -162,7 +158,6 @@ class History:
 
     @property
     def keys(self) -> list[str]:
-        """Every metric, in order of appearance."""
         return list(self._columns)
 
     def series(self, key: str) -> Series:
@@ -401,7 +396,6 @@ def _figure(num_panels: int, *, legend_lines: int = 0) -> tuple[Any, list[Any]]:
 def _draw(
     axes: Any, curve: Curve, history: History, run: RunDirectory, *, has_legend: bool = True
 ) -> None:
-    """One metric of one run, with what happened to the run."""
     end = warmup_end(history.series("learning_rate"))
     if end is not None:
         axes.axvspan(0, end, color=_SHADE, zorder=0, label="warm-up")

@@ -215,7 +215,6 @@ def headline_figures(
 def write_model_card(
     run: RunDirectory, *, base_model: str, loader: str = "AutoModelForCausalLM", adapter: bool
 ) -> None:
-    """Write the card into the run directory; see `model_card`."""
     card = model_card(run, base_model=base_model, loader=loader, adapter=adapter)
     run.write_text(run.model_card, card)
 

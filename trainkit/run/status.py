@@ -22,7 +22,6 @@ from trainkit.places import regular
 
 
 def utc_now() -> str:
-    """The time as ISO 8601 in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -34,14 +33,9 @@ class Status:
         state: ``running``, ``done``, ``failed`` or ``interrupted``. A killed process leaves
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
         last_step: the last optimizer step known to be finished.
-        resumed_at_steps: the steps from which the run was continued.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
-        pid: the main process.
-        host: the machine it runs on.
         launch: the torchrun that started it; the same after one of its restarts.
-        num_ranks: its processes, on all hosts.
-        num_hosts: the machines that they run on.
     """
 
     state: str = "running"
@@ -124,7 +118,6 @@ def _shape() -> TypeAdapter[Status]:
 
 
 def exit_reason(code: object) -> str:
-    """In words, what a process ended with."""
     if isinstance(code, int) and code > 128:
         with contextlib.suppress(ValueError):
             return f"stopped by signal {signal.Signals(code - 128).name}"

@@ -99,11 +99,6 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
 
     Returns:
         The run directory; None after a dry run, and on every rank but the first.
-
-    Raises:
-        TrainkitError: anything the user can act on; the run directory, if there is one already,
-            says so in ``status.json``.
-        StoppedError: a signal stopped the run; where it had begun to train, it has saved.
     """
     refuse_contradicting_start()
     _relaunch_on_all_gpus(options)
@@ -169,12 +164,6 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
 
     Returns:
         None when the run is done; else what is bad in a step that it must go back behind.
-
-    Raises:
-        MemoryShortageError: a step does not fit, and nothing smaller is to be tried.
-        NumberError: a step is bad, and the recipe says to stop.
-        StoppedError: the run was asked to stop; a checkpoint is written.
-        ResumeRefusedError: the checkpoint is beyond the recipe's last step.
     """
     _build(run)
     is_main, point = run.process.is_main, run.point
@@ -325,7 +314,6 @@ def _build(run: Run) -> None:
 
 
 def _built(run: Run) -> BuiltModel:
-    """Load the model with its adapters and kernels."""
     recipe, args, engine = run.recipe, run.args, run.layout.engine
     keywords = args.gradient_checkpointing_kwargs or {}
     fp8, is_fp8_base = None, recipe.lora is not None and recipe.lora.quantize == FP8
@@ -450,12 +438,7 @@ def _relaunch_on_all_gpus(options: SftOptions) -> None:
 
 
 def _dry_run(run: Run) -> None:
-    """Train one step in a directory that is thrown away, and report what it cost.
-
-    Raises:
-        RecipeError: the model, the optimizer or the schedule refuses the settings.
-        TrainkitError: out of memory (naming the sizes), or a figure is NaN or infinite.
-    """
+    """Train one step in a directory that is thrown away, and report what it cost."""
     from trainkit.train.dry_run import OneStep, describe
 
     _build(run)

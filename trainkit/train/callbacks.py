@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import ResumeRefusedError
@@ -61,7 +61,7 @@ class RunRecorder(Hook):
                 "model: lower global_batch_size, or data.max_length (a packed row of that many "
                 "tokens holds several conversations), or raise training.num_train_epochs"
             )
-        self._console.start(state.max_steps, first_step=state.global_step, due=_due(args, state))
+        self._console.start(state.max_steps, first_step=state.global_step)
         self._stages.end("trainer")
 
     def on_step_end(self, loop: LoopState) -> None:
@@ -103,27 +103,12 @@ class RunRecorder(Hook):
         self._curves.refresh(has_news=not is_training)
 
     def on_save(self, loop: LoopState) -> None:
-        """A checkpoint is news for the report."""
         self._curves.refresh(has_news=True)
 
     def finish(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
         self._curves.close()
-
-
-def _due(args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-    """After how many steps evaluations and checkpoints come again; only what does."""
-    an_epoch = state.max_steps / max(state.num_train_epochs, 1)
-    every = {
-        name: float(steps) if strategy == "steps" and steps else an_epoch
-        for name, strategy, steps in (
-            ("evaluation", args.eval_strategy, state.eval_steps),
-            ("checkpoint", args.save_strategy, state.save_steps),
-        )
-        if strategy in ("steps", "epoch")
-    }
-    return {name: steps for name, steps in every.items() if steps > 0}
 
 
 class StopOnRequest(Hook):

@@ -164,10 +164,6 @@ def written_together(
 
     Yields:
         The directory to write into. It has the target's name, and exists once somebody makes it.
-
-    Raises:
-        CheckpointError: a rank failed to write, or the disk is full. Nothing is left behind and
-            what was there before is as it was.
     """
     staging = _staged(target, ranks, replace=replace)
     inner = staging / target.name
@@ -219,11 +215,7 @@ class CheckpointWriter:
         return self.needed()
 
     def wait(self) -> None:
-        """Until the last checkpoint is there.
-
-        Raises:
-            CheckpointError: a rank failed to write it; the same on all ranks. Once.
-        """
+        """Until the last checkpoint is there."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -348,7 +340,6 @@ def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of all files in a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
@@ -410,9 +401,6 @@ def find_resume_point(path: Path) -> ResumePoint | None:
 
     Returns:
         None when the run has no checkpoint: it was stopped before the first one.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
     if (path / TRAINER_STATE).is_file():
         return _resume_point(path, verify_directory(path))

@@ -64,9 +64,6 @@ class EpochPlan:
     Attributes:
         count: micro-batches of an epoch, on every rank.
         accumulation: micro-batches per optimizer step.
-        is_equal: every epoch has as many as the first one.
-        max_steps: of the run.
-        num_epochs: that they reach into.
     """
 
     count: Callable[[int], int]
@@ -228,8 +225,6 @@ class BatchNote:
 
     Attributes:
         slot: the number of the loading process's shard.
-        position: behind the batch.
-        entries: for the ledger.
         num_rows, num_dropped: rows read since the last note.
     """
 
@@ -263,7 +258,6 @@ class StreamState:
         self._ledger = Ledger(mine, changed)
 
     def take(self, note: BatchNote) -> None:
-        """A batch was handed to the loop."""
         self.positions[note.slot] = note.position
         self.next_slot = (note.slot + 1) % len(self.positions)
         self.num_rows += note.num_rows
@@ -290,7 +284,6 @@ class StreamState:
         return directory / f"stream_rank{self.dist_rank}.json"
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint."""
         from trainkit.data.streaming import Position
 
         file = self._file(directory)
@@ -491,7 +484,6 @@ class RunData:
         summary: the content of ``data.json``.
         ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
         stop_token_ids: the end-of-turn tokens that are trained.
-        fingerprint: the same for the same samples.
         parts: what it is made of, to tell what has changed.
         notes: rows that are dropped, by reason; fields and files that are not used.
         warnings: what the user should know before training.
@@ -515,7 +507,6 @@ class RunData:
 
     @property
     def headline(self) -> str:
-        """What there is to train on, in a line."""
         totals, held_out = self.summary["train"].get("totals"), self.summary["eval"]
         if totals is None:
             sizes = [row["bytes"] for row in self.summary["train"]["files"]]
@@ -648,10 +639,6 @@ def read_conversations(
 
     Returns:
         The conversations, and how many rows are none, or have an image that cannot be read.
-
-    Raises:
-        ModelError: rows have images, and the model's are not read.
-        DataError: there is no conversation.
     """
     options, sees = options or ImageOptions(), isinstance(vision, Vision)
     folder = [] if options.folder is None else [Path(options.folder).absolute()]
@@ -710,7 +697,6 @@ def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, A
 
 
 def images_of(data: PreparedData) -> list[str]:
-    """How images are read, and which they are."""
     stored = [part.store.images for part in data.parts]
     digests = (images.images[:, 3].tobytes() for images in stored if images is not None)
     return [data.summary["vision"], hashlib.sha256(b"".join(digests)).hexdigest()[:16]]

@@ -68,7 +68,6 @@ class Outcome:
         first_module: the first whose output is not finite, in the order of the forward pass.
         largest_input: the largest finite number that went into it.
         first_gradient: of the weights without a finite gradient, the one nearest to the loss.
-        rows: of the micro-batch.
     """
 
     loss: float
@@ -171,7 +170,6 @@ def _forward_backward(
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude of its finite numbers."""
     finite = tensor.detach()[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
@@ -225,9 +223,7 @@ class Trial:
 
     Attributes:
         what: was changed; empty for the run as it was.
-        overrides: of the recipe.
         outcome: None where the model could not be built or run so.
-        problem: why not.
         is_bad: the step could not be taken.
     """
 
@@ -243,16 +239,10 @@ class Diagnosis:
     """What was found.
 
     Attributes:
-        step: whose batch it is.
-        says: what the run said of it.
-        weights: the directory that was loaded.
         are_the_steps: the weights are those that met the batch, not those of a checkpoint before.
         culprit: weights, learning_rate, kernel, attention, fp8, quantize, dtype, adapters, rows,
             model; None where the batch is not bad any more.
         name: of the kernel, the weight, the rows.
-        because: the reason with its numbers.
-        fix: what to do.
-        trials: every one.
     """
 
     step: int
@@ -274,7 +264,6 @@ class Diagnosis:
 
 
 def numbers(outcome: Outcome | None) -> str:
-    """What came of a replay, in a sentence."""
     if outcome is None:
         return "not tried"
     text = f"loss {outcome.loss:.4g}, grad_norm {outcome.grad_norm:.4g}"
@@ -309,7 +298,6 @@ class Bench:
         self.record = read_json(run.kernels) or {}
 
     def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
-        """The run's, with overrides."""
         run = self.run
         recorded = recorded_overrides(run)
         return load_recipe(run.recipe, overrides, bases=run.bases, recorded=recorded).recipe

@@ -34,7 +34,6 @@ class _LongestFirst:
         self._loader, self._longest = loader, longest
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[dict[str, Any]]:
-        """It, and then those that the run begins with."""
         return itertools.chain([dict(self._longest)], self._loader.epoch(epoch, skip))
 
 
@@ -52,7 +51,6 @@ class OneStep(Hook):
 
     Attributes:
         longest: the micro-batch, with its counts.
-        num_micro_batches: of the step, on one process.
         eval_loss: of the longest evaluation batch; None without evaluation data.
         seconds: the step took, kernels compiled on the way.
         optimizer_gib: the optimizer's states and fp32 masters, on one process.

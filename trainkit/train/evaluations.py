@@ -35,7 +35,6 @@ class Measurement:
     """A set of figures that is taken every so many steps.
 
     Attributes:
-        every: steps.
         take: the figures by name, without ``eval_``; the same on every rank, which all call it.
     """
 
@@ -47,7 +46,6 @@ class Evaluations(Hook):
     """The mean loss on the held-out samples, and other figures, when they are due.
 
     Attributes:
-        is_alone: the evaluation that is due is one without the loss.
         makes_up: a continued run begins with an evaluation that the stopped one has missed.
     """
 
@@ -80,7 +78,6 @@ class Evaluations(Hook):
             loop.state.best_model_checkpoint = str(checkpoint)
 
     def due(self, loop: LoopState) -> None:
-        """Measure, and decide what follows."""
         if loop.control.should_evaluate:
             is_best = self._decide(loop, self.measure(loop))
             if loop.args.save_strategy == "best":
@@ -306,7 +303,6 @@ class StopEarly(Hook):
         self._end(loop)  # killed behind the checkpoint of its last step, nothing is left to train
 
     def on_evaluate(self, loop: LoopState, row: dict[str, float]) -> None:
-        """End the run where patience is over."""
         args, state = loop.args, loop.state
         if not self._see(args, row):
             return
@@ -325,7 +321,6 @@ class StopEarly(Hook):
             )
 
     def _see(self, args: TrainingArguments, metrics: Mapping[str, float]) -> bool:
-        """Whether the figure was measured."""
         value = judged_figure(args, metrics)
         if value is None:
             return False

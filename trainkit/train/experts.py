@@ -40,7 +40,6 @@ class ExpertsTrain(Hook):
         self._got[name] = got | self._got[name] if name in self._got else got
 
     def on_pre_optimizer_step(self, loop: LoopState) -> None:
-        """All gradients of the first step are there."""
         if self._routing is None or self._routing.reached is None:
             return
         reached, self._routing.reached = self._routing.reached, None

@@ -80,10 +80,6 @@ def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
     Every rank calls it; sharded weights are gathered on the way.
 
     A final model from before the run was continued is replaced.
-
-    Raises:
-        CheckpointError: it could not be written; nothing half-written is left.
-        NumberError: a weight is NaN or infinite; one from before stays.
     """
     loop.hook(Numbers).check(loop, target.name)
     step = {"step": loop.state.global_step}

@@ -29,14 +29,7 @@ def refuse_unfit_model(
     projected: str | Sequence[str] | None = None,
     recompute: RecomputeOptions | None = None,
 ) -> None:
-    """Hold a recipe against the model's modules and shapes.
-
-    Raises:
-        ModelError: its layers cannot keep documents apart, or a name matches no module.
-        PatchError: a kernel that is named is not proved for it; ``kernels: true`` takes any model.
-        RecipeError: adapters of this size are none, its layers are fewer than ``recompute`` says,
-            or a layer that would be packed is one whose weight the model reads itself.
-    """
+    """Hold a recipe against the model's modules and shapes."""
     if packing:
         named = kernels if isinstance(kernels, bool) else kernels.get("gated_delta_rule", True)
         refuse_recurrent(config, apart=named)
@@ -95,11 +88,7 @@ def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) ->
 
 
 def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
-    """What a new recipe switches off for a model: what ``sft`` would refuse.
-
-    Raises:
-        TrainkitError: the method itself is refused for this model.
-    """
+    """What a new recipe switches off for a model: what ``sft`` would refuse."""
     off: dict[str, bool] = {}
     try:
         refuse_unfit_model(config, packing=True, kernels=False, lora=None)

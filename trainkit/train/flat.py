@@ -41,8 +41,6 @@ class _Bucket:
     """The parameters of a group that have one dtype, one behind the other.
 
     Attributes:
-        group: its place among the groups.
-        starts: where each begins.
         weight: (N,) fp32: the weights, or the masters of half-precision ones.
         half: (N,) half-precision weights, or None.
         gradient: (N,), part of a larger buffer.
@@ -70,7 +68,6 @@ class _Bucket:
         self.places = [view.data_ptr() for _, view in self.views(kept)]
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its part of a buffer, in its shape."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             yield parameter, buffer[start : start + parameter.numel()].view(parameter.shape)
 
@@ -192,11 +189,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gather_gradients(self) -> "FlatAdamW":
-        """Average the gradients over the ranks, once a step, after its last micro-batch.
-
-        Raises:
-            ModelError: a parameter has taken no part in the first step, or is no view any more.
-        """
+        """Average the gradients over the ranks, once a step, after its last micro-batch."""
         if self._has_gathered:
             return self
         self._has_gathered = True
@@ -304,12 +297,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both; also what ``torch.optim.AdamW`` has saved.
-
-        Raises:
-            ValueError: the state belongs to another set of parameters, or to one whose parameters
-                have not all taken the same steps.
-        """
+        """Restore both; also what ``torch.optim.AdamW`` has saved."""
         groups = state_dict["param_groups"]
         sizes = [[len(each["params"]) for each in some] for some in (groups, self.param_groups)]
         masters, copies = self._masters(), state_dict.get("masters", [])

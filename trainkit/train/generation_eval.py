@@ -59,7 +59,6 @@ class GenerationEvalResult:
 
     @property
     def num_total(self) -> int:
-        """Answers asked for."""
         return len(self.rows)
 
     @property
@@ -175,7 +174,6 @@ DEFAULT_CONTEXT = 2048
 
 
 def measurements(run: Run) -> list[Measurement]:
-    """What the loop measures every so many steps."""
     generation, tasks = run.recipe.generation_eval, run.recipe.eval_tasks
     rows = []
     if generation is not None and generation.every is not None:

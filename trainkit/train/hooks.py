@@ -102,7 +102,6 @@ class LoopState:
         group_options: what the recipe gives the optimizer's groups, whatever a checkpoint brought.
         num_loss_ranks: ranks with a part of what a step's loss is divided by.
         norm: of the last step's gradients, before clipping.
-        rate: of the last step.
         latest_batch: the micro-batch that was begun last.
     """
 

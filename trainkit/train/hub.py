@@ -113,7 +113,6 @@ class Hub:
         )
 
     def _report_failure(self) -> None:
-        """Say that the upload before this one failed, if it did."""
         if self._upload is not None and self._upload.done() and self._upload.exception():
             logger.warning("%s was not uploaded: %s", self._uploading, self._upload.exception())
             self._upload = None

@@ -35,12 +35,7 @@ class _Taken:
     Attributes:
         step, epoch: of the last of them; ``num_steps`` are in it.
         norm: None where it is among the numbers.
-        rate: of the last one.
-        counts, seconds: of this rank.
-        figures: the strategy's own.
         peak_bytes: of the GPU's memory.
-        sizes: of the numbers, by name.
-        numbers: of all ranks.
     """
 
     step: int
@@ -63,7 +58,6 @@ class Rows(Hook):
 
     Attributes:
         loss_sum: 0-d, on the device.
-        logged_step: the step of the last row.
         counts: steps, tokens and seconds since then.
         may_wait: a row is logged one step late, where nothing else needs it.
     """
@@ -118,7 +112,6 @@ class Rows(Hook):
         counts: Sequence[BatchCounts],
         seconds: float,
     ) -> None:
-        """Count what is in them."""
         if loop.run.numbers.leaves_out:  # the step may have to be left out
             own = loop.loss.train_metrics
             sums = None if own is None else own.sums
@@ -300,7 +293,6 @@ class Rows(Hook):
         loop.state.num_input_tokens_seen += int(tokens)
 
     def end(self, loop: LoopState) -> None:
-        """Log the run as a whole."""
         self.settle(loop)
         self._count(loop)
         total = self._total + self.loss_sum.item()

@@ -39,7 +39,6 @@ class Loop(LoopState):
     # -- the algorithm ----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | Path | None = None) -> TrainerState:
-        """All steps, from the first one or from behind a checkpoint's."""
         checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         try:
             self._train(checkpoint)
@@ -82,7 +81,6 @@ class Loop(LoopState):
         self.checkpoints.wait()
 
     def step(self, batches: Iterator[Any], epoch: int, number: int) -> None:
-        """One optimizer step."""
         args, state, engine = self.args, self.state, self.engine
         started = time.perf_counter()
         # The last step of an epoch may have fewer.
@@ -120,14 +118,7 @@ class Loop(LoopState):
     def micro_loss(
         self, model: nn.Module, batch: dict[str, Any], *, num_items: torch.Tensor, parts: int
     ) -> torch.Tensor:
-        """A micro-batch's part of the step's loss.
-
-        Args:
-            model: as it is called in training.
-            batch: on the device.
-            num_items: what the step's losses are divided by.
-            parts: micro-batches of the step.
-        """
+        """A micro-batch's part of the step's loss."""
         divides = not self.takes_num_items
         step = Step(
             num_items=num_items,

@@ -132,7 +132,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks = self.inner._optimizer_step_post_hooks
 
     def _masters_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """What the inner optimizer is given in place of a parameter."""
         if parameter.dtype not in HALF_DTYPES:
             return [parameter]
         master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
@@ -151,7 +150,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The fp32 parameters, which hold the gradients."""
         for group in self.param_groups:
             yield from group["params"]
 
@@ -321,7 +319,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and the fp32 masters."""
         return {
             **self.inner.state_dict(),
             "masters": [master.detach() for _, master in self._pairs],
@@ -331,9 +328,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Restore both; the model's own weights are not touched.
 
         Without ``masters`` in it they stay: they were restored by themselves.
-
-        Raises:
-            ValueError: the state belongs to another set of parameters.
         """
         masters = state_dict.get("masters", [master for _, master in self._pairs])
         if [master.shape for master in masters] != [master.shape for _, master in self._pairs]:
@@ -535,7 +529,6 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and where the chance is."""
         # A name of its own: pickle would write "step" once for this and the inner states, or twice.
         where = {"seed": self._seed, "num_steps": self._num_steps}
         self.settle()
@@ -548,11 +541,7 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
                 torch.cuda.synchronize(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both.
-
-        Raises:
-            ValueError: the state belongs to another set of parameters, or to one with masters.
-        """
+        """Restore both."""
         if _KEY not in state_dict:
             raise ValueError("the optimizer state was saved with fp32 masters")
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != _KEY})

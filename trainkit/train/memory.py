@@ -74,7 +74,6 @@ class MemoryRecord(Hook):
     _first: float
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Keep the estimate."""
         assert loop.run.expected is not None
         self._found = found = loop.run.expected
         # A budget is found in the first steps, which take less; other batches may be smaller.
@@ -112,7 +111,6 @@ class MemoryRecord(Hook):
         self._write(loop)
 
     def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
-        """Keep the time of a step."""
         if "step_seconds" in row:
             self._seconds.append(row["step_seconds"])
 
@@ -125,7 +123,6 @@ class MemoryRecord(Hook):
         self._write(loop)
 
     def _peak(self, loop: LoopState) -> float:
-        """GiB of the rank that took the most."""
         return largest_of(loop.run.process, torch.cuda.max_memory_allocated()) / GIB
 
     def _write(self, loop: LoopState) -> None:

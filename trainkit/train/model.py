@@ -53,7 +53,6 @@ class BuiltModel:
     """A model ready to be trained, and what was done to it.
 
     Attributes:
-        attention: what it attends with, and why.
         report: what kernels and fused adapters replaced; None when none were asked for.
         adapters: what is adapted and what is quantised; None for full fine-tuning.
         num_towers: frozen parameters of towers that no text reaches.
@@ -168,11 +167,6 @@ def build_model(
         is_proved: False does without the proof of attention: a broken model cannot pass it.
         sees_images: rows have images; without them the modules that see are never called.
         scalar_head: add one, which trains whole.
-
-    Raises:
-        ModelError: the model cannot be loaded, or a module name matches nothing.
-        PatchError: a kernel was asked for by name and cannot be put in.
-        RecipeError: quantised weights where they cannot be.
     """
     engine, is_auto = engine or Engine(), source.attn_implementation == "auto"
     chosen = _attention(source, packing=packing)
@@ -302,7 +296,6 @@ def _adapted(
     reentrant: bool,
     device: torch.device,
 ) -> tuple[PeftModel, dict[str, Any]]:
-    """With fresh adapters, or with trained ones; and what is adapted."""
     from trainkit.lora.adapter import attach, load_adapter, with_vocabulary
     from trainkit.lora.report import describe_adapters
     from trainkit.models.skeleton import is_skeleton, standing_in
@@ -318,7 +311,6 @@ def _adapted(
 
 
 def prepare_to_train(model: Any, tokenizer: Any, args: TrainingArguments) -> None:
-    """What ``training`` asks of the model itself, and the tokenizer of its configuration."""
     if args.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 

@@ -353,11 +353,7 @@ _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, OSError)
 
 @contextmanager
 def settings_refused_by(what: str, where: str) -> Iterator[None]:
-    """Turn the errors of a library that is being set up into one about the recipe.
-
-    Raises:
-        RecipeError: in place of any other error. What the GPU says passes.
-    """
+    """Turn the errors of a library that is being set up into one about the recipe."""
     try:
         yield
     except TrainkitError:

@@ -51,8 +51,6 @@ class Choice:
     """What the layers do.
 
     Attributes:
-        layers: of the model.
-        recomputed: the first so many.
         offloaded: of these, so many from the first on have their input on the host.
     """
 
@@ -62,7 +60,6 @@ class Choice:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """One for each layer."""
         ways: list[Way] = ["offload"] * self.offloaded
         ways += ["full"] * (self.recomputed - self.offloaded)
         ways += ["keep"] * (self.layers - self.recomputed)
@@ -80,11 +77,8 @@ class Measured:
     """A step of the rank that needed the most. Bytes.
 
     Attributes:
-        choice: what the layers did.
         peak: until the optimizer's step.
         loss_peak: until the backward pass came to the last layer: when the most layers hold theirs.
-        step_peak: of the whole step.
-        base: allocated when it began.
         after: allocated when it had ended; the first step makes the optimizer's states.
         whole: a layer that keeps everything adds; 0 where no layer did.
         slim: a recomputed layer's input.
@@ -120,7 +114,6 @@ def next_choice(
     *,
     offload: bool = True,
 ) -> Choice:
-    """The choice that the measured steps allow."""
     latest, choice = measured[-1], measured[-1].choice
     whole = max(each.whole for each in measured)
     slim = max(each.slim for each in measured)
@@ -364,7 +357,6 @@ class KeepToBudget(Hook):
             self._tokens = max(self._tokens, num_tokens(loop.latest_batch))
 
     def on_pre_optimizer_step(self, loop: LoopState) -> None:
-        """The activations' part of the step is over."""
         if not self._is_chosen and self._memory is not None:
             self._tokens = max(self._tokens, num_tokens(loop.latest_batch))
             self._peak = self._memory.peak()

@@ -159,12 +159,7 @@ class References(Hook):
 def _fill(
     loop: LoopState, loss: AnswerLoss, data: TrainingData, known: Known, *, can_ask: bool
 ) -> None:
-    """Give a dataset its ``reference``; what the model says now becomes known.
-
-    Raises:
-        ResumeRefusedError: the weights are trained already, and something is not known.
-        TrainkitError: what is known is not what the model says.
-    """
+    """Give a dataset its ``reference``; what the model says now becomes known."""
     samples = data.samples
     assert isinstance(samples, AnswerDataset)
     run, device = loop.run, loop.args.device
@@ -210,7 +205,6 @@ def _fill(
 
 
 def _from_main(loop: LoopState, kept: np.ndarray) -> np.ndarray:
-    """What rank 0 knows, on all ranks."""
     mine = kept if loop.ranks.is_main_process else np.full_like(kept, 0.0)
     known = torch.from_numpy(np.stack((np.nan_to_num(mine), np.isnan(mine))))
     values, missing = loop.ranks.reduce(known.to(loop.args.device)).cpu().numpy()

@@ -71,14 +71,7 @@ class Start:
 
 @dataclass
 class Verdict:
-    """What came of it.
-
-    Attributes:
-        is_same: every byte that was compared.
-        compared: what to whether it is the same.
-        differences: of what is not, in words.
-        overrides: how the recipe was shortened.
-    """
+    """What came of it."""
 
     is_same: bool = True
     compared: dict[str, bool] = field(default_factory=dict)
@@ -261,7 +254,6 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 
 def _explained(one: Path, other: Path) -> str:
-    """How two files differ."""
     name = f"{one.parent.name}/{one.name}"
     if not (one.is_file() and other.is_file()):
         return f"{name}: only one of the runs has it"

@@ -40,21 +40,14 @@ class Run:
     Attributes:
         console: speaks on rank 0.
         stages: times the way to the first step.
-        layout: how the run is spread over processes.
-        data: what is trained and evaluated on.
-        held_out: conversations to be answered.
-        metrics: how answers are judged.
         data_options: how training renders conversations.
         vision: how the model takes images, or why none are read; None of a model of text.
         tasks: the questions of benchmarks; None where there are none.
         expected: the estimate of memory and time; None on a CPU.
         fingerprint: data, processes and versions, which a continued run must share.
         point: the checkpoint it continues from; None begins at step 0.
-        review: what is not as it was there.
         teacher: the model that is learnt from, or compared with; None without one.
-        checkpoints: writes them.
         numbers: what to do about steps whose numbers are bad, and the steps so far.
-        stop: a wish to end.
         watch: hears how far this rank has come.
     """
 
@@ -90,7 +83,6 @@ class Run:
 
     @property
     def machine(self) -> Machine:
-        """What of this machine decides values."""
         import torch
 
         return Machine(self.process.world_size, on_cpu=not torch.cuda.is_available())

@@ -69,7 +69,6 @@ def load_random_state(folder: Path, args: Any, point: ResumePoint | None) -> Non
 
 
 def load_schedule(scheduler: Any, folder: Path, step: int, args: Any) -> None:
-    """Have a schedule go on behind a step."""
     path = folder / SCHEDULER
     saved, own = saved_by_torch(path), scheduler.state_dict()
     with taking_up(path):
@@ -279,7 +278,6 @@ class Walk:
                 self._buffers.append((name, model.get_submodule(owner), key))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Those that are saved, with their names."""
         return ((name, getattr(module, key)) for name, module, key in self._buffers)
 
 
@@ -341,7 +339,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def numbers_of(
     model: nn.Module, optimizer: Any, walk: Walk | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of numbers that a checkpoint holds, with its name."""
     walk = walk or Walk(model)
     names = walk.names
     for name, parameter in walk.weights:
@@ -380,12 +377,10 @@ class Numbers(Hook):
     _walk: Walk | None = None
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Go on as the run before the checkpoint."""
         if checkpoint is not None:
             loop.run.numbers.load(checkpoint)
 
     def save(self, loop: LoopState, save: Save) -> None:
-        """What the rules remember."""
         if loop.args.should_save:
             save.attempt(partial(loop.run.numbers.save, save.directory))
 

@@ -94,7 +94,6 @@ class ToldBefore(Hook):
 
 
 def _read(data: TrainingData) -> None:
-    """Fill `ToldDataset.stored`."""
     samples = data.samples
     assert isinstance(samples, ToldDataset)
     prepared, stored = samples.data, {}

@@ -27,8 +27,6 @@ class Tracker:
     """A row of the table.
 
     Attributes:
-        package: that is imported while it tracks.
-        run_id: the name of its run, from the package.
         variables: what hands a name back; ``{}`` stands for it.
     """
 

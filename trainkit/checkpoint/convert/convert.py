@@ -64,12 +64,7 @@ def convert_model(
     options: ConvertOptions,
     progress: Callable[[str], None] = logger.info,
 ) -> Conversion:
-    """Convert a model directory from a GLM layout to ``qwen2``, or from there to ``glm``.
-
-    Raises:
-        CheckpointError: the source cannot be converted exactly, is hostile or damaged, the disk is
-            full, or the proof fails. The target does not exist then.
-    """
+    """Convert a model directory from a GLM layout to ``qwen2``, or from there to ``glm``."""
     source, target = Path(source), Path(target)
     config = read_config(source)
     source_format = detect_format(config)
@@ -115,7 +110,6 @@ def convert_model(
 def _plan(
     reader: GlmSource, target_format: str, geometry: Geometry, dtype: torch.dtype | None
 ) -> list[TensorInfo]:
-    """The shapes of the result, from the shapes of the source."""
     last: list[TensorInfo] = []
 
     def shadow(name: str) -> torch.Tensor:

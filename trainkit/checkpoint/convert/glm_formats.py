@@ -38,12 +38,7 @@ class Format:
     written: Mapping[str, Any] = field(default_factory=dict)
 
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
-        """Read the sizes.
-
-        Raises:
-            CheckpointError: a size is missing, or a switch has a value for which the conversion
-                would not be exact.
-        """
+        """Read the sizes."""
         if config.get("quantization_config"):
             raise CheckpointError(
                 "config.json: the weights are stored quantised",
@@ -219,11 +214,7 @@ _REFUSED = {
 
 
 def detect_format(config: Mapping[str, Any]) -> str:
-    """Which row of ``FORMATS`` a config.json belongs to.
-
-    Raises:
-        CheckpointError: to none; for models that look related, with the reason.
-    """
+    """Which row of ``FORMATS`` a config.json belongs to."""
     model_type = config.get("model_type")
     if model_type in FORMATS:
         return str(model_type)

@@ -24,7 +24,6 @@ class Geometry:
     """The sizes that a conversion needs, independent of how a config spells them.
 
     Attributes:
-        rotary_dim: how many of them the rotary embedding turns.
         is_tied: the output matrix is the embedding.
     """
 
@@ -42,7 +41,6 @@ class Geometry:
     is_tied: bool
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no such model can have."""
         for size in fields(self):
             if size.type is int and getattr(self, size.name) <= 0:
                 raise CheckpointError(f"config.json: {size.name} must be positive")
@@ -104,11 +102,7 @@ def in_layer(layout: str, layer: int, name: str) -> str:
 
 
 def check_names(names: Iterable[str], layout: str, geometry: Geometry) -> None:
-    """Hold the names of a checkpoint's tensors against those of its layout.
-
-    Raises:
-        CheckpointError: some are missing, or nobody knows what they are.
-    """
+    """Hold the names of a checkpoint's tensors against those of its layout."""
     inside = [f"{name}.{kind}" for name in PROJECTIONS[layout] for kind in ("weight", "bias")]
     inside += [*_GATES[layout], *_SAME[layout]]
     layers = range(geometry.num_layers)
@@ -130,11 +124,7 @@ def check_names(names: Iterable[str], layout: str, geometry: Geometry) -> None:
 def converted(
     source: str, target: str, geometry: Geometry, load: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the target by name, made of those of the source; of meta tensors, too.
-
-    Raises:
-        RuntimeError, ValueError: a tensor does not have the size that the geometry says.
-    """
+    """The tensors of the target by name, made of those of the source; of meta tensors, too."""
     order = torch.tensor(interleaved_to_half_order(geometry.head_dim))
     if target == "glm":
         order = order.argsort()

@@ -43,12 +43,7 @@ def full_base(theta: float, head_dim: int, rotary_dim: int) -> float:
 
 
 def longrope_factors(theta: float, head_dim: int, rotary_dim: int) -> list[float]:
-    """The factor of each of the ``head_dim/2`` pairs.
-
-    Raises:
-        CheckpointError: no float32 factor gives GLM's frequency exactly, as for one in thirty of
-            random bases from 1e4 to 1e8; or the base is beyond float32.
-    """
+    """The factor of each of the ``head_dim/2`` pairs."""
     goal = 1.0 / wavelengths(theta, rotary_dim)
     full = wavelengths(full_base(theta, head_dim, rotary_dim), head_dim)
     pairs = rotary_dim // 2

@@ -106,10 +106,6 @@ def merge_adapter(
 
     ``stored`` is the base that the run named, where ``base`` was unpacked from it; ``origin`` is
     what the record names as the adapter.
-
-    Raises:
-        CheckpointError: the adapter does not fit the base or changes nothing; the merged model
-            does not do what the adapter does; the disk is full. The target does not exist then.
     """
     stored, trusted = stored or base, options.trust_remote_code
     config = read_config(base)
@@ -266,10 +262,6 @@ class PeftWeights:
         packing: Packing | None = None,
     ) -> None:
         """Merge, in the machine's own memory: four bytes a weight.
-
-        Raises:
-            CheckpointError: the adapter belongs to another model, or treats the two ends of a tied
-                embedding differently.
 
         Args:
             files: the base's weights.

@@ -111,7 +111,6 @@ class ModuleChange:
         changed_fraction: share of the values that differ after rounding.
         error_dequantized: of the merged weight against what training computed with, relative,
             when merged into the unpacked 4-bit base. None without a 4-bit base.
-        error_original: the same when merged into the original base.
     """
 
     name: str
@@ -126,7 +125,6 @@ class Packing:
     """The quantised base that an adapter was trained over.
 
     Attributes:
-        compute_dtype: what they are unpacked to.
         base: whether the adapter is merged into the unpacked weights or the original ones.
     """
 

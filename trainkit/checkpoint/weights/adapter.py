@@ -102,13 +102,11 @@ class Adapter:
 
     @property
     def base_name(self) -> str | None:
-        """The base model as the adapter names it."""
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds a saved adapter."""
     return (Path(directory) / CONFIG_NAME).is_file()
 
 
@@ -198,7 +196,6 @@ def vocabulary_rows(directory: Path) -> int | None:
 def adapter_from_tensors(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Adapter:
-    """Sort an adapter's tensors by module."""
     parts: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for key, tensor in tensors.items():

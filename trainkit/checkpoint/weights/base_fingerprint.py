@@ -102,9 +102,6 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
 
     Returns:
         Why that could not be; None where it was, and they are the same.
-
-    Raises:
-        CheckpointError: they are not, naming each file.
     """
     if not (adapter / FILE_NAME).exists():
         return "the adapter does not say what it was trained over"
@@ -139,12 +136,7 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
 
 
 def base_on_disk(name: str, revision: str | None = None) -> Path:
-    """Where a base model's files are: the directory or .gguf file itself, or the hub's local copy.
-
-    Raises:
-        CheckpointError: it is not a name that the hub could have.
-        OSError: there is no local copy.
-    """
+    """Where a base model's files are: the directory or .gguf file, or the hub's copy."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

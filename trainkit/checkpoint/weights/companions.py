@@ -186,11 +186,7 @@ _PREFIX = ("[gMASK]", "<sop>")  # what GLM-4's tokenizer puts before every text
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The tokens of a tiktoken file.
-
-    Raises:
-        CheckpointError: it is not such a file (ChatGLM3 and older have SentencePiece models).
-    """
+    """The tokens of a tiktoken file."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -206,11 +202,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def build_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> str:
-    """The text of ``tokenizer.json``.
-
-    Raises:
-        CheckpointError: the special tokens are not listed, or do not follow the vocabulary.
-    """
+    """The text of ``tokenizer.json``."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

@@ -42,7 +42,6 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 
 def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int) -> None:
-    """Write all tensors of a source into a directory, one at a time."""
     plan = list(source.tensors.values())
     with WeightsWriter(directory, plan, max_shard_bytes=max_shard_bytes) as writer:
         for info in plan:

@@ -72,7 +72,6 @@ def _no_constant(text: str) -> float:
 
 
 def read_object(directory: Path, name: str) -> dict[str, Any]:
-    """A file of a directory that holds a JSON object."""
     content = read_json(plain_file(directory, name))
     if not isinstance(content, dict):
         raise CheckpointError(f"{name} is not a JSON object", where=str(directory))

@@ -1,14 +1,12 @@
 """Reads weights one tensor at a time out of a directory that need not be trusted.
 
-safetensors files are parsed here, not by a library: the header is checked against the file before
-a byte of a tensor is read, and only the requested tensor is loaded. Pickles (``pytorch_model.bin``)
-go through torch's weights-only unpickler, which refuses to run code.
+safetensors checks a header against its file, and only the requested tensor is loaded. Pickles
+(``pytorch_model.bin``) go through torch's weights-only unpickler, which refuses to run code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import pickle
@@ -18,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from trainkit.checkpoint.weights.plain_files import (
     is_plain_name,
     plain_file,
     read_json,
-    refuse_duplicates,
 )
 from trainkit.errors import CheckpointError
 
@@ -44,8 +42,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_MAX_DIMENSIONS = 16
 # What torch's weights-only unpickler raises on code, on damage, and on opcodes out of order.
 _UNPICKLING_FAILURES = (
     pickle.UnpicklingError,
@@ -76,11 +72,7 @@ class TensorInfo:
 
 
 def finite(name: str, tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """The same tensor, of a file.
-
-    Raises:
-        CheckpointError: it holds NaN or infinity, with which a model answers nonsense.
-    """
+    """The same tensor, of a file."""
     if not tensor.is_floating_point():
         return tensor
     values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 is not asked
@@ -104,7 +96,6 @@ def refuse_not_finite(directory: Path) -> None:
 
 @contextlib.contextmanager
 def adapter_file(directory: Path) -> Iterator[SafetensorsFile | PickledFile]:
-    """The weights of a saved adapter."""
     name = next((each for each in ADAPTER_WEIGHTS if (directory / each).exists()), None)
     if name is None:
         raise CheckpointError(f"{ADAPTER_WEIGHTS[0]} is missing", where=str(directory))
@@ -116,108 +107,34 @@ def adapter_file(directory: Path) -> Iterator[SafetensorsFile | PickledFile]:
 
 
 class SafetensorsFile:
-    """One safetensors file, its header checked, its tensors read on demand."""
+    """One safetensors file, its header checked by the library, its tensors read on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check.
-
-        Args:
-            path: a regular file; a link is refused (``plain_file`` resolves the permitted ones).
-        """
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._places: dict[str, tuple[TensorInfo, int]] = self._parse()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """What the file holds, in the order of the data."""
-        return {name: info for name, (info, _) in self._places.items()}
+            self._file = safe_open(path, framework="pt")
+            for name in self._file.offset_keys():
+                about = self._file.get_slice(name)
+                dtype, shape = DTYPES[about.get_dtype()], tuple(about.get_shape())
+                self.tensors[name] = TensorInfo(name, dtype, shape)
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(
+                f"it is not a whole safetensors file of known dtypes: {error}",
+                where=str(path),
+                fix="fetch or write the file again",
+            ) from None
 
     def load(self, name: str) -> torch.Tensor:
-        info, offset = self._places[name]
-        data = torch.empty(info.num_bytes, dtype=torch.uint8)
-        view = data.numpy().data
-        done = 0
-        while done < info.num_bytes:
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise self._refuse(f"it ended inside {name}")
-            done += count
-        return finite(name, data.view(info.dtype).reshape(info.shape), self.path)
+        return finite(name, self._file.get_tensor(name), self.path)
 
     def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _refuse(self, what: str) -> CheckpointError:
-        return CheckpointError(what, where=str(self.path), fix="fetch or write the file again")
-
-    def _parse(self) -> dict[str, tuple[TensorInfo, int]]:
-        size = os.fstat(self._descriptor).st_size
-        prefix = os.pread(self._descriptor, 8, 0)
-        header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_bytes > min(_MAX_HEADER_BYTES, size - 8):
-            raise self._refuse("its header is longer than the file: not a safetensors file, or cut")
-        try:
-            header = json.loads(
-                os.pread(self._descriptor, header_bytes, 8), object_pairs_hook=refuse_duplicates
-            )
-        except (ValueError, RecursionError) as error:
-            raise self._refuse(f"its header is not valid JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise self._refuse("its header is not a JSON object")
-        header.pop("__metadata__", None)
-        start = 8 + header_bytes
-        spans = []
-        for name, entry in header.items():
-            info, begin, end = self._entry(name, entry)
-            spans.append((begin, end, info))
-        spans.sort(key=lambda span: span[:2])
-        position = 0
-        places = {}
-        for begin, end, info in spans:
-            if begin != position:
-                raise self._refuse(f"{info.name} overlaps another tensor or leaves a hole")
-            places[info.name] = (info, start + begin)
-            position = end
-        if start + position != size:
-            raise self._refuse(
-                f"its tensors end at byte {start + position} and the file at {size}: it was cut, "
-                "or bytes were added"
-            )
-        return places
-
-    def _entry(self, name: str, entry: object) -> tuple[TensorInfo, int, int]:
-        try:
-            assert isinstance(entry, dict)
-            dtype = DTYPES[entry["dtype"]]
-            shape = tuple(_count(value) for value in entry["shape"])
-            begin, end = (_count(value) for value in entry["data_offsets"])
-        except (AssertionError, KeyError, TypeError, ValueError):
-            raise self._refuse(f"the header's entry of {name!r} is malformed: {entry!r}") from None
-        info = TensorInfo(name, dtype, shape)
-        if len(shape) > _MAX_DIMENSIONS or info.num_bytes != end - begin:
-            raise self._refuse(
-                f"{name} claims shape {list(shape)} of {entry['dtype']}, {info.num_bytes} bytes, "
-                f"but has {end - begin}"
-            )
-        return info, begin, end
+        del self._file
 
 
 def tensors_in(path: Path) -> dict[str, TensorInfo]:
     """What a safetensors file holds, by its checked header."""
-    file = SafetensorsFile(path)
-    file.close()
-    return file.tensors
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+    return SafetensorsFile(path).tensors
 
 
 def _wanted(error: Exception) -> str:
@@ -319,10 +236,6 @@ class WeightsReader:
         Args:
             directory: holds ``model.safetensors``, its sharded form, or the ``pytorch_model.bin``
                 forms.
-
-        Raises:
-            CheckpointError: no weights, an index that names a path, shards and index that disagree,
-                a file that lies about its content.
         """
         self.directory = Path(directory)
         self._open: dict[str, SafetensorsFile | PickledFile] = {}

@@ -74,7 +74,6 @@ class WeightsWriter:
         self._written.add(name)
 
     def finish(self) -> None:
-        """Write the index and close."""
         missing = self._positions.keys() - self._written
         self._close()
         if missing:

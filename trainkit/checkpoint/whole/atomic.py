@@ -75,7 +75,6 @@ def write_owner(staging: Path) -> None:
 
 
 def owner_file(staging: Path) -> Path:
-    """Where the owner of a staging directory is written."""
     return staging.with_name(staging.name + _OWNER_SUFFIX)
 
 
@@ -129,9 +128,6 @@ def staged_directory(
 
     Yields:
         The staging directory to write into.
-
-    Raises:
-        CheckpointError: the target exists, or the disk is full. The target is as it was before.
     """
     staging = stage(target, replace=replace)
     try:
@@ -154,10 +150,6 @@ def stage(target: Path, *, replace: bool = False, makes_parent: bool = True) -> 
     Returns:
         The staging directory: ``.<name>.staging-<uuid>`` in the target's parent, so that the final
         rename stays on one file system.
-
-    Raises:
-        CheckpointError: the target exists and ``replace`` is off, the disk is full, or nothing can
-            be made there.
     """
     target = Path(target)
     if not replace and os.path.lexists(target):

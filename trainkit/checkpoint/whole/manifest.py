@@ -49,7 +49,6 @@ class Manifest:
     """What a finished directory says about itself.
 
     Attributes:
-        files: every file but the manifest, sorted by path.
         metadata: what the caller recorded: a step, a config hash, versions. Plain JSON values.
     """
 
@@ -58,7 +57,6 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
-        """The one canonical form on disk."""
         content = {
             "schema_version": self.schema_version,
             "metadata": dict(self.metadata),
@@ -101,12 +99,7 @@ def hash_files(root: Path, paths: Iterable[str], *, fsync: bool = False) -> list
 
 
 def list_files(root: Path) -> list[str]:
-    """Every file under ``root`` but the manifest, sorted, with forward slashes.
-
-    Raises:
-        CheckpointError: there is a link, a device or a pipe. Such a file can lead out of the
-            directory, and its bytes are not the directory's own.
-    """
+    """Every file under ``root`` but the manifest, sorted, with forward slashes."""
     found: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=False):
         for name in [*folders, *names]:
@@ -124,12 +117,7 @@ def list_files(root: Path) -> list[str]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a finished directory, checked against its own digest.
-
-    Raises:
-        CheckpointError: there is none (the directory was never finished), or it was altered, or a
-            newer trainkit wrote it.
-    """
+    """The manifest of a finished directory, checked against its own digest."""
     where = str(directory)
     try:
         raw = regular(directory / MANIFEST_NAME, CheckpointError).read_bytes()
@@ -162,9 +150,6 @@ def verify_directory(directory: Path) -> Manifest:
 
     Returns:
         The manifest, since a caller that resumes needs its metadata.
-
-    Raises:
-        CheckpointError: names each missing, extra or altered file.
     """
     return _verify(Path(directory), lambda _: True)
 

@@ -65,7 +65,6 @@ class Sampling:
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampling.")] = 0
 
     def options(self) -> "SamplingOptions":
-        """The same, checked."""
         from trainkit.infer.sampling import SamplingOptions
 
         return SamplingOptions(**vars(self))
@@ -73,7 +72,6 @@ class Sampling:
 
 @without_collection()
 def load(paths: "ModelPaths", held: Held, system: str | None, quantize: str = "auto") -> "Engine":
-    """Load a found model."""
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
@@ -291,7 +289,6 @@ class Chat:
         return True
 
     def ask(self, question: str) -> None:
-        """Stream the answer to a question and keep both."""
         messages = self.history.with_question(question, self.images)
         if self.show_ids:
             note(" ".join(map(str, self.engine.prompt_ids(messages))))
@@ -318,7 +315,6 @@ class Chat:
 
 
 def _lines() -> Iterator[str]:
-    """Lines from the terminal with editing, or from a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

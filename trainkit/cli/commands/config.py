@@ -1,12 +1,10 @@
 """``trainkit config`` and ``estimate``: what a recipe means, and what it takes."""
 
 import json
-import os
 import shutil
-import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,9 +19,6 @@ from trainkit.cli.options import (
     recipe_keys,
     tell,
 )
-
-if TYPE_CHECKING:
-    from trainkit.recipe import ResolvedValue
 
 app = typer.Typer()
 
@@ -46,7 +41,7 @@ def show(
 ) -> None:
     """Print every value of a recipe and where it comes from.
 
-    On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
+    As YAML, which is a recipe itself.
     """
     from trainkit.parallel.launch import this_machine
     from trainkit.recipe import dump_resolved, load_recipe
@@ -55,10 +50,6 @@ def show(
     if as_json:
         for value in loaded.values(machine, only_given=diff_defaults):
             tell({"key": value.key, "value": value.shown, "origin": value.origin}, as_json)
-    elif sys.stdout.isatty() or "COLUMNS" in os.environ:
-        width = shutil.get_terminal_size().columns
-        for line in table(list(loaded.values(machine, only_given=diff_defaults)), width):
-            echo(line)
     else:
         echo(dump_resolved(loaded, machine, only_given=diff_defaults), nl=False)
 
@@ -111,34 +102,6 @@ def keys(
         echo(line, err=as_json)
     if unknown:
         raise typer.Exit(1)
-
-
-def table(values: "list[ResolvedValue]", width: int) -> list[str]:
-    """Lay values out under their sections, origins at the right edge.
-
-    An origin that does not fit next to its value takes the next line, so that forty columns are
-    enough.
-    """
-    from trainkit.recipe import yaml_text
-
-    lines: list[str] = []
-    open_section = ""
-    for value in values:
-        section, _, key = value.key.rpartition(".")
-        if section != open_section:
-            lines += ["", section] if section else [""]
-        open_section = section
-        indent = "  " if section else ""
-        text = f"{indent}{key}: {yaml_text(value.shown)}"
-        rows = textwrap.wrap(text, width, subsequent_indent=f"{indent}    ") or [text]
-        # textwrap eats the indentation of the first row only where it is all there is.
-        room = width - len(rows[-1]) - 2
-        if len(value.origin) <= room:
-            rows[-1] += value.origin.rjust(width - len(rows[-1]))
-        else:
-            rows.append(value.origin.rjust(width))
-        lines += rows
-    return lines[1:] if lines[:1] == [""] else lines
 
 
 @expanded

@@ -9,32 +9,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trainkit.errors import RecipeError
-
 
 def _as_torchrun(name: str, about: str) -> Any:
     """An option that torchrun has, in both of its spellings; it wins over its variable."""
     spelled = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
     return typer.Option(*spelled, help=f"{about} Wins over {name.upper()}.", show_default=False)
-
-
-_OTHERS_NAMES = {
-    **dict.fromkeys(("nproc", "nprocs", "num-processes", "num-gpus", "gpus"), "nproc-per-node"),
-    **dict.fromkeys(("num-nodes", "num-machines", "nodes"), "nnodes"),
-    **dict.fromkeys(("machine-rank", "rank"), "node-rank"),
-    **dict.fromkeys(("main-process-ip", "rdzv-endpoint", "hostfile"), "master-addr"),
-    "main-process-port": "master-port",
-}
-"""What other launchers, and hasty fingers, call its options."""
-
-
-def _without_others_names(words: Sequence[str]) -> Sequence[str]:
-    for word in words:
-        name = word.partition("=")[0]
-        ours = _OTHERS_NAMES.get(name.removeprefix("--").replace("_", "-"))
-        if name.startswith("--") and ours is not None:
-            raise RecipeError(f"launch has no option {name}", fix=f"did you mean --{ours}?")
-    return words
 
 
 Form = Annotated[
@@ -99,7 +78,7 @@ def launch(
     from trainkit.parallel.launch import Hosts
     from trainkit.train.faults.signals import hold_back, watching_signals
 
-    arguments = ["sft", *_without_others_names(words or ())]
+    arguments = ["sft", *(words or ())]
     if form is not None:
         own = ["--max-restarts", str(max_restarts)] if max_restarts else []
         text = _lines(form, [*own, *arguments[1:]])

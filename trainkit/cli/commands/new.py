@@ -122,7 +122,6 @@ ONE_GPU = "one_gpu_gib.json"
 
 
 def _list(as_json: bool) -> None:
-    """The shipped recipes, with what they take."""
     from trainkit.recipe.load import load_recipe
     from trainkit.recipe.write import describe_recipe, shipped_recipes
 

@@ -114,7 +114,6 @@ def merge(
 def _merged(
     directory: Path, model: "ModelOptions", target: Path, options: "MergeOptions"
 ) -> dict[str, Any]:
-    """Write the merged model; what is said of it."""
     from trainkit.checkpoint.zero import (
         export_zero,
         extract_adapter,

@@ -29,7 +29,6 @@ _LOG2_10 = tl.constexpr(3.321928094887362)
 
 @triton.jit
 def _decode(codes, SIGNED: tl.constexpr):
-    """What codes stand for, in [-1, 1]."""
     TOP: tl.constexpr = 6 if SIGNED else 7  # exponent of the k of the last decade
     whole = codes.to(tl.int32)
     number = tl.abs(whole - 127) if SIGNED else whole + 1

@@ -173,7 +173,6 @@ def _grid(num_tokens: int, channels: int) -> tuple[int, int, int]:
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, silu: bool) -> Tensor:
-    """y (T, C)."""
     num_tokens, channels = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts, blocks, width = _grid(num_tokens, channels)
@@ -197,7 +196,6 @@ def backward(
     silu: bool,
     want_dw: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias."""
     num_tokens, channels = x.shape
     taps = weight.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

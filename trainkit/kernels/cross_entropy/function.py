@@ -106,9 +106,6 @@ def cross_entropy(
     Returns:
         A scalar, fp32 (fp64 for fp64 logits): the sum over rows divided by num_items. With no
         trained row or num_items 0 it is 0, and so are the gradients.
-
-    Raises:
-        ValueError: logits and labels do not fit.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} misfit")

@@ -533,7 +533,6 @@ _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels are right for these tensors."""
     known = q.dtype == k.dtype == v.dtype and q.dtype != torch.float64 and v.numel() > 0
     size, values = q.shape[-1], v.shape[-1]
     fits = LEAST_SIZE <= size <= MOST_KEY and LEAST_SIZE <= values <= MOST_VALUE

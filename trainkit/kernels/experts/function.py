@@ -25,8 +25,6 @@ class Limits(NamedTuple):
 
     Attributes:
         limit: of the gate from above, and of up in both directions; None for no clamp.
-        alpha: of the sigmoid.
-        offset: added to up.
     """
 
     limit: float | None = None
@@ -43,13 +41,7 @@ NO_LIMITS = Limits()
 
 
 class Packed(NamedTuple):
-    """A frozen stack of weights that is kept as codes.
-
-    Attributes:
-        codes: as they are stored.
-        shape: of the weights.
-        unpack: codes and a dtype in, the weights out.
-    """
+    """A frozen stack of weights that is kept as codes."""
 
     codes: Tensor
     shape: tuple[int, ...]

@@ -26,10 +26,7 @@ class Route(NamedTuple):
         slots: (S,) int32, the slot of each sorted row.
         places: (S,) int32, the sorted row of each slot.
         ends: (E,) int32, where the rows of each expert end.
-        tile_expert: the expert of each tile.
-        tile_row: the first row of each tile.
         num_tiles: (1,) int32, how many tiles there are; the two above have room for the most.
-        top_k: K.
     """
 
     slots: Tensor
@@ -42,7 +39,6 @@ class Route(NamedTuple):
 
     @property
     def most_tiles(self) -> int:
-        """How many tiles there can be."""
         return self.tile_expert.shape[0]
 
 

@@ -122,9 +122,6 @@ def fp8_quantize_joint(
 
     Returns:
         codes (M, sum of K_i) and scales (M, 1), as `fp8_quantize`.
-
-    Raises:
-        TypeError: integers, which some models cast activations to after a packed weight's dtype.
     """
     if not all(part.is_floating_point() for part in parts):
         raise TypeError(f"rows of {parts[0].dtype} cannot be quantised; give floating numbers")

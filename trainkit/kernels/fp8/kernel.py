@@ -223,7 +223,6 @@ class Plan(NamedTuple):
 
     Attributes:
         pieces: of a row, each a part or half of one.
-        stages: loads ahead.
         programs: of a multiprocessor, which walk over the rows; 0 for one program a tile.
     """
 

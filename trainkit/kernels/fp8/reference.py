@@ -131,7 +131,6 @@ def gated(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
 
 
 def gated_backward(gate: Tensor, up: Tensor, dh: Tensor, tanh_gelu: bool) -> tuple[Tensor, Tensor]:
-    """Dgate and dup."""
     if tanh_gelu:
         activated = functional.gelu(gate, approximate="tanh")
         dgate = torch.ops.aten.gelu_backward(dh * up, gate, approximate="tanh")

@@ -66,8 +66,6 @@ class Directions:
     """Which products of a layer run in fp8.
 
     Attributes:
-        forward: y.
-        backward: dx and dW.
         codes: gives the weight's codes; called at each use.
     """
 

@@ -33,7 +33,6 @@ def _transpose(
 
 @triton.jit
 def _byte(words, which: tl.constexpr, place: tl.constexpr):
-    """One byte of each word, put at another place of it."""
     return ((words >> (8 * which)) & 0xFF) << (8 * place)
 
 

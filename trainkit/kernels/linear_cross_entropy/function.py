@@ -96,9 +96,6 @@ def linear_cross_entropy(
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and its gradients
         are zeros.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
     """
     return linear_cross_entropy_counted(
         hidden,

@@ -61,9 +61,6 @@ def linear_token_losses(
     Returns:
         (...), the negative log-probabilities in fp32 (fp64 for fp64); 0, without a gradient, where
         a row is not trained.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
     """
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     flat = labels.reshape(-1)

@@ -91,7 +91,6 @@ class Layer:
         weight: (N, K) or packed, frozen.
         bias: (N,) or None; not needed in the backward pass.
         b: s B (N, R) contiguous, or None without an adapter.
-        fixed: the rest.
     """
 
     weight: Tensor
@@ -321,7 +320,6 @@ def _put_factor_gradients(
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
-    """SiLU or the tanh GELU."""
     if activation == "silu":
         return functional.silu(gate)
     return functional.gelu(gate, approximate="tanh")

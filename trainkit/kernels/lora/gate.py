@@ -86,9 +86,7 @@ class GateOperands:
         gate: (M, F), the frozen projection's output, bias included.
         up: (M, F), same row stride.
         xa_gate: (M, R) inner product of the gate's adapter, or None.
-        xa_up: the same of up's.
         b_gate: (F, R) contiguous, scaled, in gate's dtype, or None.
-        b_up: the same of up's.
         a_down: (R, F) contiguous, in gate's dtype, or None.
         tanh_gelu: the activation is the tanh GELU instead of SiLU.
     """
@@ -356,7 +354,6 @@ def _wide(tensor: Tensor, tile: Tile, way: Way) -> Tensor | TensorDescriptor:
 
 
 def _constants(ops: GateOperands, tile: Tile, way: Way) -> dict[str, Any]:
-    """What both kernels are compiled for."""
     r_gate, r_up, r_down = ops.ranks()
     return {
         "R_GATE": r_gate,

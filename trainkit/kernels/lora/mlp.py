@@ -72,9 +72,6 @@ def lora_mlp(
 
     Returns:
         (..., H) in the dtype of the computation.
-
-    Raises:
-        ValueError: an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -109,7 +106,6 @@ class _Branches:
     Attributes:
         douts: gradient of each first layer's output, (M, F) each, or one (M, 2F).
         pair: the (2, M, F) buffer that two of them share, if they do.
-        factors: gradients of three of the adapters' factors.
         quantized: codes and scales of the two of them as their layers' product takes them, if the
             gate's kernels made them.
         p: their products with their adapters, made with the codes.

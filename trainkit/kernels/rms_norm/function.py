@@ -103,9 +103,6 @@ def rms_norm(
 
     Returns:
         y, shaped as x.
-
-    Raises:
-        ValueError: the weight does not fit x, or the cast is unknown.
     """
     _check(x, weight, cast)
     if not runs_kernel(x, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
@@ -142,9 +139,6 @@ def add_rms_norm(
 
     Returns:
         (rms_norm(s), s), both shaped as x.
-
-    Raises:
-        ValueError: shapes do not fit, or the cast is unknown.
     """
     _check(x, weight, cast, residual=residual)
     if not runs_kernel(x, residual, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
@@ -171,9 +165,6 @@ def layer_norm(
 
     Returns:
         y, shaped as x.
-
-    Raises:
-        ValueError: weight or bias do not fit x.
     """
     _check(x, weight, bias=bias)
     vectors = (weight,) if bias is None else (weight, bias)
@@ -204,9 +195,6 @@ def add_layer_norm(
 
     Returns:
         (layer_norm(s), s), both shaped as x.
-
-    Raises:
-        ValueError: shapes do not fit.
     """
     _check(x, weight, bias=bias, residual=residual)
     vectors = (weight,) if bias is None else (weight, bias)

@@ -71,9 +71,6 @@ def gated_rms_norm(
     Returns:
         y, shaped as x and in its dtype; with ``gate_first`` and the llama cast, in the wider of
         x's and the weight's.
-
-    Raises:
-        ValueError: shapes do not fit, or an option is unknown.
     """
     hidden = x.shape[-1]
     if x.shape != gate.shape or weight.shape != (hidden,) or hidden % (group or hidden):

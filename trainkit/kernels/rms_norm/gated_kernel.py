@@ -159,7 +159,6 @@ def launch_forward(
     sigmoid: bool,
     group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and gate the rows of x (..., H)."""
     rows, stride = row_layout(x)
     gates, gate_stride = row_layout(gate)
     hidden = x.shape[-1]

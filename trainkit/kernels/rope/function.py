@@ -58,9 +58,6 @@ def apply_rope(
     Returns:
         (q, k) rotated, in the dtypes given. Where the kernel runs they are transposed views of
         (B, S, heads, D)-contiguous memory.
-
-    Raises:
-        ValueError: the shapes do not fit each other.
     """
     _check(q, k, cos, sin)
     if not runs_kernel(q, k, cos, sin):

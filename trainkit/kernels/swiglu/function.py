@@ -41,9 +41,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Returns:
         h, shaped as gate, contiguous where the kernel runs.
-
-    Raises:
-        ValueError: the operands differ in shape or dtype.
     """
     _check(gate, up)
     if not runs_kernel(gate, up):
@@ -60,9 +57,6 @@ def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
     Returns:
         h, shaped as gate, contiguous where the kernel runs.
-
-    Raises:
-        ValueError: the operands differ in shape or dtype.
     """
     _check(gate, up)
     if not runs_kernel(gate, up):
@@ -79,9 +73,6 @@ def swiglu_packed(gate_up: Tensor, *, order: str = "gate_up") -> Tensor:
 
     Returns:
         h (..., F).
-
-    Raises:
-        ValueError: the last axis is odd, or the order is unknown.
     """
     if order not in ("gate_up", "up_gate"):
         raise ValueError(f"order is {order!r}; it must be 'gate_up' or 'up_gate'")

@@ -136,10 +136,6 @@ def attention_forward(
 
     Returns:
         (B, S, heads, value head size), and no weights.
-
-    Raises:
-        ModelError: an argument that this attention does not know; or rows are shared by ranks, and
-            the mask does not say so.
     """
     _refuse_unknown(module, others)
     if isinstance(attention_mask, Pattern):

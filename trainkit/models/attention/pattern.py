@@ -70,8 +70,6 @@ class Batch:
     """What `install`'s hooks know of the batch that is going through.
 
     Attributes:
-        engine: the fastest that may run.
-        documents: of whole rows.
         split: how rows are shared by ranks; None where the batch has whole ones.
     """
 
@@ -137,7 +135,6 @@ class Pattern:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
         return self.length if self.documents is None else self.documents.longest
 
     @functools.cached_property
@@ -201,10 +198,6 @@ def make_mask(
 
     Padding needs no mask where it comes after the tokens: no token sees it, and its own outputs
     have no label. In training that is asserted on the device.
-
-    Raises:
-        ModelError: packed documents with keys that are not the batch's own; or rows that ranks
-            share, with a mask that is not causal.
 
     Args:
         batch_size: B.

@@ -143,9 +143,6 @@ def settle(
         is_proved: False takes the first choice as it is: of a model whose numbers are known to be
             bad no two computations are equal.
         apart: layers whose kernel keeps documents apart run it in the proof; they will later.
-
-    Raises:
-        ModelError: no implementation keeps the documents of this model apart.
     """
     subject = model
     if not all(is_whole(each) for each in model.parameters()):  # in pieces: a few random layers
@@ -263,7 +260,6 @@ class _Reference:
 
 
 def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) -> list[ProofRow]:
-    """Run one implementation on every batch."""
     label = attention.name if attention.engine is None else f"{attention.name} ({attention.engine})"
     rows: list[ProofRow] = []
     no_layers: list[LayerError] = []
@@ -595,7 +591,6 @@ class SmallBatch:
 
 
 def small_batches(model: PreTrainedModel, *, packed: bool) -> dict[str, SmallBatch]:
-    """The batches of the proof, by what kind of rows they have."""
     device = next(model.parameters()).device
     tokens = _tokens(model)
     lengths = torch.tensor([ROW, sum(LENGTHS[1])])

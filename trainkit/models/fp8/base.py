@@ -72,10 +72,6 @@ def quantize_to_fp8(model: nn.Module, device: torch.device, kept: Collection[str
     """Replace the linear layers of a loaded model by ones in e4m3, in place.
 
     The output layer and shapes that do not fit stay as they are.
-
-    Raises:
-        ModelError: there is nothing to quantise; or a layer is further from what it was than
-            rounding explains: its weights are not numbers, or this device multiplies wrongly.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
@@ -127,7 +123,6 @@ class Fp8Errors:
     """How far a layer is from its plain self, relative, in the Euclidean norm.
 
     Attributes:
-        weight: of the weight.
         forward: of x W^T on random rows.
         backward: of dy W on random rows.
         weight_gradient: of dy^T x on random rows; 0 where the weight is not trained.

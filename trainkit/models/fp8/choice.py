@@ -71,7 +71,6 @@ class ChosenGroup:
     Attributes:
         loss_increase: what its forward products cost, in nats; None where that was not measured.
         forward_ms: saved in a micro-batch by forward products in fp8.
-        backward_ms: by backward ones.
         runs: ``fp8``, ``backward in fp8``, ``forward in fp8`` or ``16 bits``.
         reason: why not all of it is in fp8; empty where it is.
     """
@@ -91,7 +90,6 @@ class ChosenGroup:
 
     @property
     def most_ms(self) -> float:
-        """What fp8 could save in it."""
         return max(self.forward_ms, 0.0) + max(self.backward_ms, 0.0)
 
 
@@ -101,9 +99,7 @@ class Fp8Choice:
 
     Attributes:
         kept: why other linear layers keep 16 bits, and how many.
-        timing: how the milliseconds are known.
         loss: of the plain model, in nats; None where nothing was measured.
-        num_tokens: that it was measured on.
         loss_increase: of all that was chosen together: expected.
         seen_increase: the same on the very text, noisier.
     """
@@ -138,7 +134,6 @@ class Fp8Choice:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Fp8Choice:
-        """Back from plain values."""
         known = {name: plain[name] for name in cls.__dataclass_fields__}
         groups = tuple(
             ChosenGroup(**{**group, "layers": tuple(group["layers"])}) for group in plain["groups"]
@@ -146,7 +141,6 @@ class Fp8Choice:
         return cls(**{**known, "groups": groups})
 
     def describe(self) -> list[str]:
-        """A few lines for the console."""
         counts = {
             runs: sum(len(group.layers) for group in self.groups if group.runs == runs)
             for runs in _DIRECTIONS
@@ -309,7 +303,6 @@ class Candidates:
     Attributes:
         layers: those that could run in fp8, by name.
         kept: why the others cannot, and how many there are.
-        head: the output layer, if it is one of them.
     """
 
     layers: Mapping[str, nn.Linear]
@@ -410,7 +403,6 @@ def group_layers(names: Iterable[str]) -> list[Group]:
 
 
 def _parts(depths: Sequence[int]) -> list[Sequence[int]]:
-    """The first, the last, and equal parts of what is between them."""
     if len(depths) <= 2:
         return [[depth] for depth in depths]
     between = depths[1:-1]
@@ -431,7 +423,6 @@ class Probe:
     """A model and the text that it is judged on.
 
     Attributes:
-        model: as it will train, in evaluation mode within.
         batches: ``input_ids`` and ``labels`` (B, S) each, on the model's device.
         loss: of the plain model, in nats a trained token.
         agree: ranks compute alike, but not to the last bit; the first one's numbers count.

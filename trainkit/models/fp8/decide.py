@@ -56,8 +56,6 @@ class Fp8Training:
     """A model that trains in fp8.
 
     Attributes:
-        choice: what runs how.
-        swaps: the classes that do it.
         errors: of the layers, for ``kernels.json``; empty where weights are sharded.
     """
 
@@ -67,11 +65,7 @@ class Fp8Training:
 
 
 def train_in_fp8(model: nn.Module, setup: Fp8Setup, device: torch.device) -> Fp8Training:
-    """Choose the layers of a model whose weights train, and swap fp8 products in.
-
-    Raises:
-        ModelError: no layer can, or a layer is further from its plain self than rounding explains.
-    """
+    """Choose the layers of a model whose weights train, and swap fp8 products in."""
     choice = decide(model, setup, device)
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in choice.directions}
     errors = describe_errors(
@@ -113,11 +107,7 @@ def decide(
     frozen: bool = False,
     whole: Collection[str] = (),
 ) -> Fp8Choice:
-    """Which layers run in fp8; every rank comes to the same.
-
-    Raises:
-        ModelError: no layer can; or there is no text to measure a budget on.
-    """
+    """Which layers run in fp8; every rank comes to the same."""
     candidates = find_candidates(model, setup.options, frozen=frozen, whole=whole)
     if (known := _recorded(setup, candidates)) is not None:
         return known
@@ -143,7 +133,6 @@ def decide(
 
 
 def _recorded(setup: Fp8Setup, candidates: Candidates) -> Fp8Choice | None:
-    """The recorded choice, where it was made by these options for these layers."""
     if setup.recorded is None:
         return None
     known = Fp8Choice.of(setup.recorded)

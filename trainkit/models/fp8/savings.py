@@ -55,7 +55,6 @@ class Saving:
     """Milliseconds that fp8 saves in a layer and a micro-batch; negative where it loses.
 
     Attributes:
-        forward: in the forward product.
         backward: in dx, and dW where the weight is trained.
     """
 
@@ -147,8 +146,6 @@ class _Part:
     """A layer's part of what it is timed with.
 
     Attributes:
-        timed: all of it, forward and backward.
-        share: of the products.
         times: as many tokens as were timed. The host starts as many kernels for more.
     """
 
@@ -157,7 +154,6 @@ class _Part:
     times: float
 
     def saving(self, by_host: bool) -> Saving:
-        """What fp8 saves."""
         part = self.share * (1.0 if by_host else self.times)
         # What a clock can tell; so that two starts seldom choose differently.
         return Saving(*(float(f"{each.saved(by_host) * part:.2g}") for each in self.timed))

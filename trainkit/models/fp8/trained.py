@@ -20,7 +20,6 @@ class TrainedFp8(nn.Module):
     """``nn.Linear`` with products in fp8.
 
     Attributes:
-        forward_in_fp8: whether the forward product is.
         backward_in_fp8: whether dx and dW are.
         in_evaluation: whether fp8 is kept in evaluation mode, to measure what it costs.
         kept: holds codes from one use to the next; None quantises at each use.
@@ -39,11 +38,9 @@ class TrainedFp8(nn.Module):
         return self.training or self.in_evaluation
 
     def directions(self) -> Directions:
-        """What `fp8_linears` needs to know."""
         return Directions(self.forward_in_fp8, self.backward_in_fp8, self.codes)
 
     def codes(self, weight: Tensor) -> Codes:
-        """The weight's codes and scales."""
         if self.kept is None:
             return quantize_weight(weight)
         return self.kept.of(self, weight)

@@ -95,7 +95,6 @@ class Wide(TorchFunctionMode):
     """Within, every cast to a narrower float goes to fp64.
 
     Attributes:
-        used: names of what ran.
         bounds: of every ``clamp``, lower and upper.
     """
 
@@ -183,11 +182,7 @@ class Truth:
 
 
 class Fit(NamedTuple):
-    """The variant that computes the same, and what runs it; or why there is none.
-
-    Attributes:
-        error: its own, or that of the nearest.
-    """
+    """The variant that computes the same, and what runs it; or why there is none."""
 
     variant: Any
     ours: Any
@@ -394,7 +389,6 @@ def _called_by(node: ast.AST, owner: Any, function: FunctionType) -> Iterator[An
 
 
 def _jumps_of(function: FunctionType) -> list[str]:
-    """What its byte code decides by."""
     found = [name for name in function.__code__.co_names if name in _DECIDING]
     for each in dis.get_instructions(function):
         jumps = "JUMP" in each.opname and "IF" in each.opname

@@ -91,7 +91,6 @@ class PackedMLP(KernelForward):
     """``swiglu_packed`` on one projection that gives gate and up.
 
     Attributes:
-        linears: the names of the packed one and of down.
         order: which half comes first.
     """
 
@@ -114,7 +113,6 @@ class SlicedMLP(KernelForward):
     Attributes:
         form: how gate and up are given, and the names of the linears.
         activation: "silu" or "gelu_tanh".
-        limits: what is done before.
     """
 
     form: ClassVar[tuple[str, ...]]
@@ -290,7 +288,6 @@ class Experts(KernelForward):
     Attributes:
         weights: the names of gate with up, and of down.
         biases: the names of theirs, or nothing.
-        options: of the op.
         sorted_rows: whether it is given rows for each expert in turn, and no routes. A row of zeros
             then gives zeros, and no gradient, so it is sent to no expert.
     """
@@ -304,7 +301,6 @@ class Experts(KernelForward):
 
     @property
     def transposed(self) -> bool:
-        """As the op takes it."""
         return bool(dict(self.options).get("transposed"))
 
     def keeps_own(self, x: Tensor, rank: int = 0) -> bool:
@@ -451,7 +447,6 @@ def _expert_inputs(
 def expert_routes(
     num_experts: int, top_k: int, device: torch.device, num: int = 12
 ) -> Iterator[Tensor]:
-    """Routes of some tokens: at random, all to the last K, all to one."""
     order = draw(num, num_experts, seed=9).argsort(1)[:, :top_k]
     yield order.to(device)
     yield torch.arange(num_experts - top_k, num_experts, device=device).expand(num, top_k)

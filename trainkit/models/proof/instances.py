@@ -54,10 +54,7 @@ class OwnProof:
 
     Attributes:
         error: the largest in fp64.
-        num: modules that were run.
-        by_kind: those that were not, by reason.
         refused: the names of those that gave other numbers, with the reason.
-        seconds: that it took.
     """
 
     error: float = 0.0
@@ -67,7 +64,6 @@ class OwnProof:
     seconds: float = 0.0
 
     def left_out(self, model: nn.Module) -> set[nn.Module]:
-        """The modules that stay plain, with what is in them."""
         return {each for name in self.refused for each in model.get_submodule(name).modules()}
 
     def __str__(self) -> str:
@@ -95,14 +91,7 @@ def prove_instances(
     swaps: Mapping[nn.Module, type[nn.Module]],
     attention: str,
 ) -> OwnProof:
-    """Run every module that is to be swapped.
-
-    Args:
-        model: plain.
-        calls: with what each module is called.
-        swaps: module to the class that it gets.
-        attention: the implementation that the calls were recorded with.
-    """
+    """Run every module that is to be swapped."""
     found, start = OwnProof(), time.perf_counter()
     chosen = [(name, m, call) for name, m in _outermost(model, swaps) if (call := calls.get(m))]
     device = next((each.device.type for _, m, _ in chosen for each in m.parameters()), "cpu")

@@ -46,11 +46,7 @@ class NormSettings(NamedTuple):
     """What a norm computes, and where its module keeps what it computes with.
 
     Attributes:
-        weight: the name of the weight; "" where there is none.
-        bias: of the bias; "" where there is none.
         epsilon: of the attribute that holds it, or the number.
-        offset: added to the weight.
-        cast: where an RMSNorm rounds.
         centred: LayerNorm, which takes the mean off first.
         own_under_autocast: what torch does under autocast, it does itself.
     """
@@ -208,7 +204,6 @@ class GatedNormSettings(NamedTuple):
     """What a gated norm computes, as ``kernels.gated_rms_norm`` takes it.
 
     Attributes:
-        weight: the name of the weight.
         epsilon: of the attribute that holds it, or the number.
     """
 
@@ -220,7 +215,6 @@ class GatedNormSettings(NamedTuple):
     cast: Cast = "gemma"
 
     def run(self, module: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-        """The kernel in the module's place."""
         weight, eps, *_ = self
         eps = getattr(module, eps) if isinstance(eps, str) else eps
         options = self._asdict()
@@ -313,9 +307,6 @@ READERS = {
 
 def let_norms_quantize(model: nn.Module) -> int:
     """Have trainkit's norms make rows in e4m3 for layers in fp8.
-
-    Args:
-        model: patched; its linear layers are what they will be.
 
     Returns:
         How many norms do.

@@ -72,15 +72,10 @@ class Plan:
     """Everything that was found in one model.
 
     Attributes:
-        model_type: of the model.
-        parts: by signature, what was found of its modules.
         loss: what was found of the head; None in a model without one.
         whole_error: of loss and gradients of the whole replica, in fp64.
         dropped: label to reason, for what failed the whole step.
         missing: op to the reason why nothing of the model is what it is for.
-        calls: by signature, what the modules were called with.
-        attention: the implementation that they were called under.
-        seconds: that it took.
     """
 
     model_type: str
@@ -113,7 +108,6 @@ class Plan:
         return key if key in self.parts else signature(module)
 
     def findings(self, op: str) -> list[tuple[str, Finding]]:
-        """What was found for one op, with the class of the modules."""
         found = [
             (part.kind, part.finding)
             for parts in self.parts.values()
@@ -131,11 +125,7 @@ class Plan:
         signatures: Mapping[nn.Module, Signature] | None = None,
         without: Collection[nn.Module] = (),
     ) -> tuple[dict[nn.Module, type[nn.Module]], Counter[str], Counter[str]]:
-        """Module to class, for the ops that are on; how many run each op, and how many stay plain.
-
-        Raises:
-            PatchError: another library has bound a forward to a module.
-        """
+        """Module to class, for the ops that are on; how many run each op; how many stay plain."""
         wanted, labels = set(ops), set(self.dropped)
         if "rope" in labels:
             labels.add("read together")
@@ -529,7 +519,6 @@ def _reported(error: float, where: str) -> str:
 
 
 def replace_labels(plan: Plan, labels: set[str]) -> Plan:
-    """The plan with only these labels in it."""
     parts = {
         key: [part for part in each if part.label in labels] for key, each in plan.parts.items()
     }
@@ -538,7 +527,6 @@ def replace_labels(plan: Plan, labels: set[str]) -> Plan:
 
 
 def _step(replica: Any) -> dict[str, Tensor | None]:
-    """Loss and gradients."""
     replica.zero_grad(set_to_none=True)
     loss = replica(**_batch(replica)).loss
     loss.backward()

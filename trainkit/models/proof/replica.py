@@ -36,7 +36,6 @@ Signature = tuple[Any, ...]
 
 
 def outermost(model: nn.Module) -> PreTrainedModel:
-    """The outermost Hugging Face model."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -98,11 +97,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def replica_of(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The replica of a model of which there is a configuration alone; two layers at least.
-
-    Raises:
-        PatchError: nothing in it is a list of its layers, which says how many show every kind.
-    """
+    """The replica of a model of which there is a configuration alone; two layers at least."""
     model = empty_model(config, trust_remote_code=trust_remote_code)
     if num_layers_needed(model) is None:
         raise PatchError(f"{type(model).__name__} has no list of its layers")
@@ -217,6 +212,5 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def known(tokens: Mapping[str, Tensor], replica: PreTrainedModel) -> dict[str, Tensor]:
-    """Tokens that the replica knows; labels of tokens that are not trained stay."""
     size = replica.config.get_text_config().vocab_size
     return {key: ids.where(ids < 0, ids % size) for key, ids in tokens.items()}

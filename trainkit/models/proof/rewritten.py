@@ -54,13 +54,7 @@ _IN_PLACE = re.compile(r"[a-z][a-z0-9_]*[a-z0-9]_")
 
 
 class JoinedNorm(NamedTuple):
-    """A norm that takes an addition in.
-
-    Attributes:
-        name: of the child.
-        kind: its class.
-        made: what it computes.
-    """
+    """A norm that takes an addition in."""
 
     name: str
     kind: type[nn.Module]
@@ -73,7 +67,6 @@ class Rewritten(KernelForward):
     Attributes:
         turning: names of turning functions, and which variant each is.
         linears: linear layers that may be read together where the source reads one variable.
-        norms: those that may take in the addition before them.
         read_together: the groups of ``linears`` that are.
         joined: the names of ``norms`` that do.
     """
@@ -160,7 +153,6 @@ class Turn(NamedTuple):
         sign: -1 turns back.
         interleaved: neighbours are a pair, else halves.
         unpairs: the columns are sorted from neighbours into halves first.
-        heads: the axis of the heads.
     """
 
     angles: str = ""

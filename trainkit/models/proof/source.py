@@ -68,7 +68,6 @@ def edited(
 
 
 def definition_of(function: FunctionType) -> ast.FunctionDef | None:
-    """A function's syntax tree."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, SyntaxError, TypeError):

@@ -28,12 +28,9 @@ class Chain:
     """Where a model's layers and ends are: paths from the causal language model.
 
     Attributes:
-        layers: the list of them.
         before: what has weights and runs before the layers, with whether its result has a row for
             each row of a batch, and the result's width.
-        after: what has weights and runs behind them.
         num_outputs: of a layer: 0 where it gives the states alone, else the length of its tuple.
-        hidden_size: of the states.
         layer_weights: that a token is multiplied with in a layer, in the mean.
     """
 
@@ -52,7 +49,6 @@ class Chain:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The model under adapters, or itself."""
     get_base: Any = getattr(model, "get_base_model", None)
     return model if get_base is None else get_base()
 
@@ -75,9 +71,6 @@ def find_chain(config: Any, replica_of: Callable[[Any], Any]) -> Chain:
     Args:
         config: the model's.
         replica_of: makes a small model of the same classes and settings of it.
-
-    Raises:
-        ModelError: it is none, and why.
     """
     try:
         model = replica_of(config)
@@ -103,11 +96,7 @@ def _batch(model: Any) -> dict[str, Tensor]:
 
 
 def _recorded(model: Any) -> Chain:
-    """What one run shows.
-
-    Raises:
-        _NoChain: not a chain.
-    """
+    """What one run shows."""
     number = model.config.get_text_config().num_hidden_layers
     lists = {
         name: each
@@ -183,7 +172,6 @@ def _recorded(model: Any) -> Chain:
 
 
 def _ends(model: nn.Module, layers: str, at: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with weights of their own, except the layers."""
     module = model.get_submodule(at)
     own = [name for name, _ in module.named_parameters(recurse=False)]
     is_around = layers.startswith(f"{at}." if at else "")
@@ -220,11 +208,7 @@ def _refuse_other_orders(
 
 
 def _prove(model: Any, chain: Chain) -> None:
-    """Hold stages of one layer each against the whole.
-
-    Raises:
-        _NoChain: loss or gradients are others.
-    """
+    """Hold stages of one layer each against the whole."""
     batch, number = _batch(model), len(model.get_submodule(chain.layers))
 
     def learned(loss: Tensor) -> dict[str, Tensor | None]:
@@ -305,7 +289,6 @@ class _NoEmbedding(Placeholder):
 
     @property
     def weight(self) -> Tensor | None:
-        """Code may ask it where it is, and in what dtype."""
         return self._crossing.incoming
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
@@ -438,7 +421,6 @@ class Stage(nn.Module):
         self._autocast = autocast
 
     def layers(self) -> list[nn.Module]:
-        """Of the model; those of other stages have an empty module here."""
         return self._layers
 
     def _arrive(self, states: Tensor) -> Tensor:

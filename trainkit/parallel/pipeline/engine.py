@@ -215,11 +215,7 @@ class Pipeline(InParts):
         return whole_skeleton(model, model_class, self._chain), report
 
     def receive(self, model: nn.Module, args: Any) -> None:
-        """Cut away what other ranks hold; the rest goes to the device.
-
-        Raises:
-            ModelError: nothing of what is left is trained.
-        """
+        """Cut away what other ranks hold; the rest goes to the device."""
         base, chain = causal_lm(model), self._chain
         ends = [base.get_submodule(path) for path in (*chain.before, *chain.after)]
         is_adapted = base is not model
@@ -334,7 +330,6 @@ class Pipeline(InParts):
         loss: Callable[[Any, Batch], torch.Tensor],
         watch: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> list[torch.Tensor]:
-        """All of them together, as the schedule says."""
         given = list(batches)
         # The end of an epoch has fewer; the schedule wants as many as ever.
         missing = self.args.gradient_accumulation_steps - count
@@ -393,7 +388,6 @@ class Pipeline(InParts):
 
     @torch.no_grad()
     def _clipped(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of all stages together."""
         now, holders = self._now, self._holders()
         repeated = () if now.share.has_first else now.tied
         counted = [
@@ -476,7 +470,6 @@ class Pipeline(InParts):
                 yield name, value
 
     def _parts(self, *, of_optimizer: bool = True) -> dict[str, torch.Tensor]:
-        """Trained parameters in fp32."""
         masters = getattr(self.optimizer, "masters", {}) if of_optimizer else {}
         return {
             name: masters.get(parameter, parameter).detach().float()
@@ -493,6 +486,5 @@ class Pipeline(InParts):
 
 
 def without_labels(batch: Batch) -> Batch:
-    """A batch as it is, of which nothing is trained."""
     labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     return {**batch, "labels": labels, "num_trained_tokens": 0}

@@ -184,7 +184,6 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add what happens within."""
         begin = self._now()
         yield
         self._stretches.append((begin, self._now()))
@@ -208,7 +207,6 @@ class Wire:
     """What the ranks of a pipeline agree on.
 
     Attributes:
-        group: its ranks.
         last: global rank of the one with the head.
     """
 

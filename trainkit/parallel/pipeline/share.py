@@ -40,13 +40,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 @dataclass(frozen=True)
 class Share:
-    """What of a pipeline one of its ranks has.
-
-    Attributes:
-        stages: the numbers of its stages, each with its layers.
-        num_stages: of the pipeline.
-        ranks: for each stage, which rank of the pipeline has it.
-    """
+    """What of a pipeline one of its ranks has."""
 
     stages: Mapping[int, range]
     num_stages: int
@@ -71,7 +65,6 @@ class Share:
 
     @classmethod
     def of(cls, options: ParallelOptions, rank: int, num_layers: int, head: float = 0.0) -> "Share":
-        """What a rank of a pipeline has of a model."""
         size, per_rank = (
             options.pipeline,
             options.stages_per_rank or SCHEDULES[options.schedule].stages,

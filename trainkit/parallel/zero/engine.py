@@ -115,11 +115,7 @@ class DeepSpeed(Engine):
         comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
 
     def receive(self, model: nn.Module, args: Any) -> None:
-        """DeepSpeed moves it when it gets it.
-
-        Raises:
-            RecipeError: the best model could not be loaded again.
-        """
+        """DeepSpeed moves it when it gets it."""
         if args.save_only_model and args.load_best_model_at_end:
             raise RecipeError(
                 "the best model under DeepSpeed is loaded from its own files, which "
@@ -223,11 +219,7 @@ class DeepSpeed(Engine):
         """With the state."""
 
     def load_state(self, folder: Path, step: int) -> None:
-        """From DeepSpeed's own files, weights and all.
-
-        Raises:
-            CheckpointError: there are none, or they are not what this run has.
-        """
+        """From DeepSpeed's own files, weights and all."""
         from peft import PeftModel
 
         from trainkit.parallel.zero.shard_files import ShardFiles
@@ -271,7 +263,6 @@ class DeepSpeed(Engine):
         refuse_other(path, scale, 1.0, "loss_scaler: cur_scale")
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        """Likewise."""
         self.load_state(folder, self.wrapped.global_steps)
 
     def place(self, model: nn.Module, device: torch.device) -> None:

@@ -57,7 +57,6 @@ class ShardFiles(TorchCheckpointEngine):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a shard, or have it written later."""
         take = type(self)._take
         if take is None:
             torch.save(state_dict, path)
@@ -65,7 +64,6 @@ class ShardFiles(TorchCheckpointEngine):
             take(Path(path), partial(torch.save, snapshot(state_dict), path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a shard."""
         try:
             with torch.serialization.safe_globals([*NEEDED, (member, GETATTR)]):
                 saved = torch.load(path, map_location=map_location, weights_only=True)
@@ -88,9 +86,6 @@ def use_shard_files() -> None:
     """Let every engine that DeepSpeed makes in this process use `ShardFiles`.
 
     DeepSpeed chooses the class by its configuration among its own only, so its choice is replaced.
-
-    Raises:
-        CheckpointError: this DeepSpeed chooses in another place: its files would be unpickled.
     """
     if not hasattr(deepspeed_engine, _FACTORY):
         raise CheckpointError(

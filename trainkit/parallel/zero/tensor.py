@@ -60,13 +60,7 @@ class TensorParallel(DeepSpeed):
         return device
 
     def place(self, model: nn.Module, device: torch.device) -> None:
-        """Split the layers' linear maps; before the optimizer is made.
-
-        Raises:
-            ModelError: there is no plan for the class, its heads cannot be dealt out evenly, or
-                the split model computes something else.
-            TrainkitError: nothing was split.
-        """
+        """Split the layers' linear maps; before the optimizer is made."""
         plan = _plan_of_layers(model)
         refuse_heads(model, self._size)
         whole = _small_step(model, device)
@@ -96,7 +90,6 @@ class TensorParallel(DeepSpeed):
         _require_same(whole, _small_step(model, device), next(model.parameters()).dtype)
 
     def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
-        """Gathered, in a copy."""
         whole = self.whole_weights(self.model, keep=bool(self.args.should_save))
         if self.args.should_save:
             save.defer(None, partial(write, whole))
@@ -187,7 +180,6 @@ _DOES_NOTHING = frozenset({"replicate", "replicated"})
 
 
 def refuse_heads(model: Any, size: int) -> None:
-    """Stop where a rank would have more heads than another."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % size:

@@ -50,7 +50,6 @@ class NumberError(TrainkitError):
 
     Attributes:
         step: of the update that must not be made, or has made such weights.
-        overrides: what to go on with: the recipe as it is.
     """
 
     step = 0
@@ -58,7 +57,6 @@ class NumberError(TrainkitError):
 
     @classmethod
     def at(cls, step: int, what: str, *, where: str | None = None, fix: str) -> NumberError:
-        """The error of a step."""
         error = cls(what, where=where, fix=fix)
         error.step = step
         return error
@@ -120,7 +118,6 @@ class NumberGuard:
         *,
         step: int = 0,
     ) -> None:
-        """A step begins with the samples of these micro-batches."""
         self._current = _Step(step=step, samples=samples, batches=batches)
 
     def rows_of(self, batch: Mapping[str, Any] | None) -> list[str]:
@@ -181,9 +178,6 @@ class NumberGuard:
 
         Returns:
             0-d float32 on the device: 1 where this step must not be taken.
-
-        Raises:
-            NumberError: the step before (on a CPU: this one) is bad, and the run is to stop.
         """
         current, device = self._current, self._ranks.device
         current.step, current.forgives_gradients = step, forgives_gradients
@@ -252,7 +246,6 @@ class NumberGuard:
             policy.take(mean)
 
     def _decide(self, step: _Step, kind: str, mean: float) -> None:
-        """A step is bad: go on without it, or raise."""
         policy = self._policy
         error = self._error(step, kind, mean)
         kept = self.keep_batch(error, kind, step)
@@ -296,7 +289,6 @@ class NumberGuard:
             return f"; its batch could not be kept: {problem}"
 
     def _error(self, step: _Step, kind: str, mean: float = 0.0) -> NumberError:
-        """What happened and in which rows; all ranks are here."""
         losses = step.listed
         bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         mine = [
@@ -392,7 +384,6 @@ class NumberPolicy:
 
     Attributes:
         on_bad: stop, skip or roll_back.
-        max_skips: steps that may be skipped in a row.
         max_rollbacks: how often the run may go back.
         spike: see `limit`; None watches for no spike.
         window: steps that a loss is compared with.
@@ -459,7 +450,6 @@ class NumberPolicy:
         return counts
 
     def save(self, directory: Path) -> None:
-        """Into a checkpoint; one rank does."""
         values = {
             "in_a_row": self.in_a_row,
             "num_steps": self.num_steps,
@@ -501,9 +491,7 @@ class BadBatch:
         kind: loss, gradient, spike or weights: what was bad.
         says: the sentence that the user read.
         losses: of the micro-batches, each its part of the step's loss.
-        limit: of a spike.
         rows: the samples of each micro-batch, ``file:line`` where that is known.
-        batches: the micro-batches' tensors by name.
         extras: what else they hold, by name: plain values.
     """
 
@@ -520,7 +508,6 @@ class BadBatch:
 
 
 def split(batch: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A batch's tensors and its plain values."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     plain = (str, int, float, bool, list, type(None))
     return tensors, {k: v for k, v in batch.items() if k not in tensors and isinstance(v, plain)}

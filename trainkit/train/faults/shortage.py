@@ -32,7 +32,6 @@ class MemoryShortageError(TrainkitError):
         rows: of the micro-batch that did not fit; 0 where it was not one of training.
         fits: rows that do; 0 where nobody has tried.
         is_agreed: all ranks have raised it together.
-        overrides: what to go on with.
     """
 
     rows = 0
@@ -58,7 +57,6 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def out_of_memory(loop: LoopState, error: BaseException) -> MemoryShortageError:
-    """What a run that ran out of memory ends with."""
     lengths, width = lengths_of(loop.latest_batch)
     shown = ", ".join(map(str, lengths[:_SHOWN])) + (", ..." if len(lengths) > _SHOWN else "")
     owners = ", ".join(f"{owner} {gib:.2f} GiB" for owner, gib in owners_of(loop).items())
@@ -115,7 +113,6 @@ def lengths_of(batch: dict[str, Any] | None) -> tuple[list[int], int]:
 
 
 def num_tokens(batch: dict[str, Any] | None) -> int:
-    """Tokens that a batch takes, its padding included."""
     lengths, width = lengths_of(batch)
     return len(lengths) * width
 
@@ -169,13 +166,7 @@ def smaller(rows: int) -> int | None:
 
 
 def shortage_of(loop: LoopState, error: Exception) -> MemoryShortageError:
-    """A shortage behind which the run goes on in this process, with a smaller micro-batch.
-
-    Raises:
-        MemoryShortageError: it cannot; where the ranks must stop, the smaller micro-batch is
-            recorded, and it says how to go on.
-        Exception: the error, if it is no shortage.
-    """
+    """A shortage behind which the run goes on in this process, with a smaller micro-batch."""
     run, args = loop.run, loop.run.args
     if isinstance(error, MemoryShortageError):
         found = error
@@ -218,11 +209,7 @@ class TryLongestBatch(Hook):
     """Before the first step: does the longest batch fit on every rank?"""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """Try.
-
-        Raises:
-            MemoryShortageError: it does not, and a smaller one does; the same on all ranks.
-        """
+        """Try."""
         was_training, wanted = loop.model.training, loop.args.per_device_train_batch_size
         loop.model.train()
         mine: int | None = wanted

@@ -38,7 +38,6 @@ class StopRequest:
     Attributes:
         number: of the signal that this rank got; 0 is none.
         agreed: of the signal that any rank got, once all ranks know of it at the same step.
-        reason: why, where it was no signal.
         has_saved: the run ended at a step for it, with a checkpoint.
         misses_evaluation: one was due at that step, and the user was not to wait for it.
     """
@@ -55,12 +54,10 @@ class StopRequest:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this rank was asked."""
         return self.number > 0
 
     @property
     def why(self) -> str:
-        """For messages and ``status.json``."""
         return self.reason or f"stopped by {signal.Signals(self.agreed or self.number).name}"
 
 
@@ -78,7 +75,6 @@ class _Watcher:
         self._asked_at = 0.0
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """A signal came."""
         name = signal.Signals(number).name
         why = _LAUNCHER_KILLED if self.is_orphan else f"stopped by {name}"
         if self.held is not None:

@@ -48,10 +48,8 @@ class _Line:
 
     Attributes:
         launch: tells this start of the run from earlier ones.
-        process: who says it.
         beats: seconds it has lived, more or less.
         marks: how often it came further.
-        doing: what it is at.
         ended: why it failed; empty while it lives.
     """
 
@@ -116,11 +114,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the body runs; the other ranks learn of an error in it.
-
-        Raises:
-            LostRankError: in place of an error of the body that another rank's end has caused.
-        """
+        """Watch while the body runs; the other ranks learn of an error in it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         stacks = self._stacks(self._rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -196,7 +190,6 @@ class Watch:
         return lines
 
     def _lost(self) -> str | None:
-        """Which rank is gone, in a sentence."""
         now = time.monotonic()
         for rank, line in sorted(self._others().items()):
             who = f"rank {rank} (process {line.process.pid} on {line.process.host})"

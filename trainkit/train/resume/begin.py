@@ -133,12 +133,7 @@ def refuse_other_hosts(run: Run) -> None:
 
 
 def find_resumption(run: Run) -> None:
-    """Find and verify the checkpoint to continue from; hashing it is one rank's work.
-
-    Raises:
-        CheckpointError: it is damaged, or not of the user's own.
-        ResumeRefusedError: the run would not be what it was begun as.
-    """
+    """Find and verify the checkpoint to continue from; hashing it is one rank's work."""
     run.fingerprint, run.point, run.review = fingerprint_around(run), None, Review()
     console, resume = run.console, run.options.resume
     if resume is None:

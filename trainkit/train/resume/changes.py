@@ -111,7 +111,6 @@ class Review:
     """What differs from the checkpoint, all of it allowed.
 
     Attributes:
-        changes: asked for.
         accepted: let pass by ``--allow-changed``.
     """
 
@@ -258,7 +257,6 @@ def _refusal(
 
 
 def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which parts of the data are not what they were; nothing where that is not known."""
     if not before or not now:
         return ""
     before, plain = (json.loads(json.dumps(parts)) for parts in (before, now))
@@ -356,7 +354,6 @@ def _unwritten(key: str, settings: Mapping[str, Any]) -> Any:
 
 
 def _reason(change: Change, settings: Mapping[str, Any]) -> str | None:
-    """Why a value cannot change; None where it can."""
     for key, reason in SOMETIMES.items():
         if f"{change.key}.".startswith(f"{key}."):
             return reason(change, settings)

@@ -33,7 +33,6 @@ class Given:
     """What a command asks for.
 
     Attributes:
-        loaded: the recipe with everything that it was given.
         overrides: today's, options of the command line included.
         resume: the run or checkpoint directory to continue; None for a new run.
         is_done: that run has ended, and nothing asks for more of it.

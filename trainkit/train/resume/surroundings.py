@@ -45,7 +45,6 @@ _NOT = (
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that compute."""
     compilers = ("triton",) if torch.cuda.is_available() else ()
     # A checkout that is only on the path has no metadata of its own.
     found = {"trainkit": __version__}
