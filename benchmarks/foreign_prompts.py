@@ -29,11 +29,13 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.translate.draft import table, tool_table
 from trainkit.recipe.translate.engine import translate
 
 CONTROL = (
+    "<think> </think> <|start|> <|message|> <|channel|> <|return|> "
     "<B> <E> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eot|> "
     "<start_of_turn> <end_of_turn> <|im_sep|> <|end|> <|user|> <|assistant|> <|header_start|> "
     "<|header_end|> <|turn> <turn|> <|bom|> <|eom|> <|END_OF_TURN_TOKEN|> "
@@ -157,50 +159,96 @@ MODELS = {
     "Qwen/Qwen3.5-9B": "qwen3_5",
     "Qwen/Qwen3-4B-Instruct-2507": "qwen3_nothinking",
     "Qwen/Qwen2.5-1.5B --template default": "default",
+    "openai-mirror/gpt-oss-20b": "gpt_oss",
+    "nv-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": "nemotron_h",
 }
+ENDS = {"default": "<E>", "gpt_oss": "<|return|>"}
+TURNS = [
+    {"messages": [*chat(n)[:-1], {"role": "assistant", "content": f"<think>\nR\n</think>\n\n{n}"}]}
+    if n % 4
+    else {"messages": chat(n)}
+    for n in range(10)
+]
 
 
-def swifts() -> Iterator[tuple[str, list[Any], list[Any]]]:
+def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """ms-swift's rows and prompts, but for the line break that it trains behind an answer."""
     from swift.dataset import DATASET_MAPPING
+    from swift.dataset.preprocessor import AutoPreprocessor
     from swift.template import TEMPLATE_MAPPING
 
-    own = {"query": "who is {{NAME}}?", "response": "{{NAME}} of {{AUTHOR}}"}
+    own = {"response": "{{NAME}} of {{AUTHOR}}"}
     rows = {
-        "alpaca-gpt4-data-zh": [{**a, "input": f"输入：{a['input']}"} for a in ALPACA],
-        "alpaca-gpt4-data-en": ALPACA,
-        "LongAlpaca-12k": [{**a, "output": f"Answer:  {a['output']} "} for a in ALPACA],
-        "self-cognition": [{**own, "tag": ("zh", "en")[n % 2]} for n in range(10)],
+        "AI-ModelScope/alpaca-gpt4-data-zh": [
+            {**a, "input": f"输入：{a['input']}"} for a in ALPACA
+        ],
+        "AI-ModelScope/alpaca-gpt4-data-en": ALPACA,
+        "AI-ModelScope/LongAlpaca-12k": [
+            {**a, "output": f"Answer:  {a['output']} "} for a in ALPACA
+        ],
+        "swift/Qwen3-SFT-Mixin": TURNS,
     }
-    for (name, given), (model, kind), system in itertools.product(
-        rows.items(), MODELS.items(), (None, "S")
+    for part in ("", ":qwen3", ":empty_think"):  # whose rows ms-swift would take from its cache
+        names = [{**own, "query": f"{{{{NAME}}}}{part}?", "tag": "zh"[n % 2 :]} for n in range(10)]
+        rows[f"swift/self-cognition{part}"] = names
+    scales = ("default", "ignore_empty_think")
+    owns = {"qwen": table("templates")["qwen2"]["text"]}
+    owns["gpt_oss"] = (clones / "trl/trl/chat_templates/gptoss.jinja").read_text()
+    for (name, given), (model, kind), system, scale in itertools.product(
+        rows.items(), MODELS.items(), (None, "S"), scales
     ):
-        meta = next(meta for key, meta in DATASET_MAPPING.items() if name in str(key))
-        reads = meta.subsets[0].preprocess_func or meta.preprocess_func
-        if name == "self-cognition":
+        part = name.partition(":")[2] or "default"
+        keys = {name, name.partition(":")[0].rpartition("/")[2]}
+        held = (m for key, m in DATASET_MAPPING.items() if keys & {key, *map(str, key)})
+        meta = next(held, None)
+        reads: Any = AutoPreprocessor()
+        if meta is not None:
+            subset = next(each for each in meta.subsets if each.name in (part, "default"))
+            subset = next((each for each in meta.subsets if each.name == part), subset)
+            reads = subset.preprocess_func or meta.preprocess_func
+        if "self-cognition" in name:
             reads.set_name_author(("a", "b"), ("c", "c"))
-        template = deepcopy(TEMPLATE_MAPPING[kind])
-        tok = tokenizer("<E>" if kind == "default" else "<|im_end|>", bos=kind == "default")
-        tok.model_info = MagicMock(task_type="causal_lm", max_model_len=4096)
-        tok.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)
-        made = template.template_cls(None, template, system, 4096, loss_scale="default")
-        made.init_processor(tok)
-        made.set_mode("train")
-        end, theirs = None if kind == "default" else -1, []
-        for row in reads(datasets.Dataset.from_list(given), enable_auto_mapping=True):
-            found = made.encode(row)
-            mask = [int(x != -100) for x in found["labels"]]
-            theirs.append((found["input_ids"][:end], mask[:end]))
-        owner = "swift" if name == "self-cognition" else "AI-ModelScope"
-        command = f"swift sft --model {model} --dataset {owner}/{name} --max_length 4096"
-        command += " --model_name a b --model_author c" + f" --system {system}" * bool(system)
+        command = f"swift sft --model {model} --dataset {name} --max_length 4096"
+        command += f" --model_name a b --model_author c --loss_scale {scale}"
+        command += f" --system {system}" * bool(system)
         with tempfile.TemporaryDirectory() as folder:
             file, target = Path(folder) / "theirs.sh", Path(folder) / "ours.yaml"
             file.write_text(command, encoding="utf-8")
-            target.write_text(translate(file).text, encoding="utf-8")
-            (source,) = load_recipe(target).recipe.data.train
+            try:
+                target.write_text(translate(file).text, encoding="utf-8")
+            except RecipeError:
+                continue
+            data = load_recipe(target).recipe.data
+        (source,) = data.train
+        template = deepcopy(TEMPLATE_MAPPING[kind])
+        tok = tokenizer(ENDS.get(kind, "<|im_end|>"), bos=kind == "default")
+        tok.chat_template = owns.get(kind, table("templates")["chatml"]["text"])
+        tok.model_info = MagicMock(task_type="causal_lm", max_model_len=4096)
+        tok.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)
+        made = template.template_cls(None, template, system, 4096, loss_scale=scale)
+        made.init_processor(tok)
+        made.set_mode("train")
+        theirs, some = [], given
+        if source.format == "template" and "messages" in given[0]:
+            some = [row for row in given if len(row["messages"]) < 4]  # of one answer
+        for row in reads(datasets.Dataset.from_list(some), enable_auto_mapping=True):
+            encoded = made.encode(row)
+            mask = [int(x != -100) for x in encoded["labels"]]
+            theirs.append(without_breaks(tok, encoded["input_ids"], mask))
         shape = {"format": source.format, "columns": source.columns}
-        yield f"ms-swift {name} {kind} {system}", theirs, ours(tok, given, shape)
+        options = {"chat_template": data.chat_template, "system_policy": data.system_policy}
+        options = {key: value for key, value in options.items() if value is not None}
+        mine = ours(tok, some, shape, **options)
+        mine = [without_breaks(tok, ids, mask) for ids, mask in mine]
+        yield f"ms-swift {name} {kind} {system} {scale}", theirs, mine
+
+
+def without_breaks(tok: Any, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    """A row without the last line break behind an end of a turn; the others are not trained."""
+    end, line = tok.convert_tokens_to_ids(["<|im_end|>", "Ċ"])
+    behind = [n > 0 and ids[n - 1] == end and ids[n] == line for n in range(len(ids))]
+    mask = [int(m) * (not b) for m, b in zip(mask, behind, strict=True)]
+    return (list(ids)[:-1], mask[:-1]) if behind[-1] else (list(ids), mask)
 
 
 def eos_of(template: str) -> str:
@@ -252,7 +300,7 @@ def main() -> None:
     sys.meta_path.append(Placeholders("modelscope", "addict", "json_repair"))
     for name in ("omegaconf", "torchaudio", "av"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    for name, theirs, mine in itertools.chain(swifts(), cases(clones)):
+    for name, theirs, mine in itertools.chain(swifts(clones), cases(clones)):
         pairs = list(zip(theirs, mine, strict=True))
         tokens = sum(list(a[0]) != list(map(int, b[0])) for a, b in pairs)
         masks = sum(a[1] is not None and a[1] != list(map(int, b[1])) for a, b in pairs)

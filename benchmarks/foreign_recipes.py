@@ -24,6 +24,7 @@ import yaml
 
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
+from trainkit.recipe.translate.draft import tool_table
 from trainkit.recipe.translate.engine import translate
 
 
@@ -179,7 +180,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         found |= {
             "lora.r": cfg["lora_r"],
             "lora.alpha": cfg["lora_alpha"],
-            "lora.dropout": float(cfg["lora_dropout"] or 0) * (cfg.get("rl") != "dpo"),
+            "lora.dropout": float(cfg["lora_dropout"] or 0) * (cfg.get("rl") not in ("dpo", "kto")),
         }
     return found
 
@@ -281,6 +282,8 @@ def swift(file: Path) -> dict[str, Any]:
         if config := args.get("config") or (named[0] if named else None):
             given = yaml.safe_load((CLONES[0] / "ms-swift" / config).read_text(encoding="utf-8"))
             args = {**args, **given}
+            text += str(given)
+    counts = re.findall(r"[\w.-]+/[\w.-]+(?::\w+)?#(\d+)", text)
     full = args["tuner_type"] == "full"
     found = {
         "training.learning_rate": float(args["learning_rate"] or (1e-5 if full else 1e-4)),
@@ -297,6 +300,8 @@ def swift(file: Path) -> dict[str, Any]:
     launcher = CLONES[0] / "ms-swift" / str(args.get("config_file"))
     by_accelerate = launcher.is_file() and "FSDP" in launcher.read_text(encoding="utf-8")
     found["is_sharded"] |= by_accelerate
+    if counts:
+        found["counts"] = [int(count) for count in counts]
     if not args.get("fsdp") and not by_accelerate:  # whose file may say so itself
         found["training.gradient_checkpointing"] = args["gradient_checkpointing"]
     if args["max_length"]:
@@ -386,6 +391,14 @@ def ours(recipe: Any, key: str) -> Any:
         return recipe.lora is not None
     if key == "is_sharded":
         return recipe.parallel.shard != "none"
+    if key == "counts":  # drawn, or more than there are
+        made = tool_table("swift")["data_sets"].values()
+        paths = {each.get("path") or each.get("file"): each.get("rows", 0) for each in made}
+        names = [s.path if s.path in paths else Path(s.path).name for s in recipe.data.train]
+        drawn = zip(recipe.data.train, names, strict=True)
+        rows = [s.max_samples or round(s.epochs * paths[name]) for s, name in drawn]
+        some = zip(recipe.data.train, rows, strict=True)
+        return [count for s, count in some if s.max_samples or s.epochs != 1]
     if key == "path":
         return recipe.data.train[0].path
     section, _, name = key.partition(".")

@@ -38,7 +38,7 @@ BUDGET = {
     "trainkit": {"files": 375, "code": 60_200, "words": 9_950},
     "tests": {"code": 42_400},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_670},
+    "benchmarks": {"code": 2_730},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

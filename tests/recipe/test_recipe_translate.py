@@ -108,6 +108,20 @@ def test_rare_keys_mean_what_they_mean_there(tmp_path, tool, theirs, key, value)
     assert value_of(recipe, key) == value
 
 
+def test_pairs_and_ratings_of_the_hub_are_read_as_ms_swift_does():
+    sets = tool_table("swift")["data_sets"]
+    pairs = sets["hjh0119/shareAI-Llama3-DPO-zh-en-emoji"]
+    row = {"question": "q\ufe0f", "answer_zh": "[1]", "answer_en": "e"}
+    found = parse_row(row, "preference", pairs["columns"]).conversations
+    said = [[(turn.role, turn.content) for turn in each.messages] for each in found]
+    assert said == [[("user", "q"), ("assistant", text)] for text in ("[1]", "e")]
+    rated = sets["AI-ModelScope/ultrafeedback-binarized-preferences-cleaned-kto"]
+    row = {"prompt": "q", "completion": "a", "label": False, "source": "not read"}
+    found = parse_row(row, "rated", rated["columns"])
+    assert [turn.content for turn in found.conversations[0].messages] == ["q", "a"]
+    assert found.first == 1
+
+
 ALPACA = "Below.\n\n### Instruction:\n{}\n\n### Response:\n{}"
 
 SCRIPT = f"""
@@ -308,6 +322,34 @@ SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
         lora = recipe_of(tmp_path, self.translated(tmp_path, whole).text).lora
         assert (lora.target_modules, lora.modules_to_save) == (["q_proj"], ["lm_head"])
         assert lora.saved_lr_ratio == pytest.approx(0.1)
+
+    def test_rows_of_a_file_that_other_calls_read(self, tmp_path):
+        rows = 'load_dataset("json", data_files="a.jsonl", split="train")'
+        made = SCRIPT.replace(rows, 'Dataset.from_json("b.json")')
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, made).text).data.train
+        assert (source.path, source.columns["completion"][:6]) == ("b.json", "Below.")
+        url = "https://huggingface.co/datasets/a/b/raw/main/c.csv"
+        read = f'load_dataset("csv", data_files={{"train": "{url}"}}, column_names=["instruction", '
+        csv = SCRIPT.replace(rows, read + '"output"], skiprows=1)["train"]')
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, csv).text).data.train
+        assert (source.path, source.files) == ("a/b", ["c.csv"])
+
+    def test_the_kind_of_a_model_that_no_trainer_trains(self, tmp_path):
+        loop = SCRIPT.partition("trainer = ")[0].replace("unsloth/m", "unsloth/diffusion-m")
+        with pytest.raises(RecipeError, match="diffusion model"):
+            self.translated(tmp_path, loop)
+
+    def test_what_trains_of_an_answer(self, tmp_path):
+        part = "trainer = train_on_responses_only(trainer, response_part={!r})\ntrainer.train()"
+        for header in ("<|im_start|>assistant\n", "<|turn>model\n"):
+            text = SCRIPT.replace("trainer.train()", part.format(header))
+            with pytest.raises(RecipeError, match="texts that no chat template rendered"):
+                self.translated(tmp_path, text)
+        longer = SCRIPT.replace(
+            "trainer.train()", part.format("<|start|>assistant<|channel|>final")
+        )
+        with pytest.raises(RecipeError, match="begins behind more than its header"):
+            self.translated(tmp_path, longer)
 
     def test_a_trainer_of_preferences(self, tmp_path):
         rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")

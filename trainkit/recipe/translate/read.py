@@ -16,6 +16,8 @@ from trainkit.recipe.translate.script import read_script
 _LARGEST = 2**24
 _TOOLS = ("axolotl", "llamafactory-cli", "lmf", "swift", "megatron", "trl", "unsloth")
 _RUNNERS = ("python", "python3", "accelerate", "torchrun", "deepspeed", "uv", "llamafactory-cli")
+_COMMENT = r"""('[^']*'|"(?:\\.|[^"])*")|(?<!\S)#.*"""
+"""A text in quotes, or a comment: a # inside a word, such as `data#500`, begins none."""
 _TRAINS = ("train", "sft", "pt", "rlhf", "dpo", "grpo", "kto", "rloo", "reward")
 
 
@@ -79,6 +81,7 @@ def _command(path: Path, text: str) -> Theirs:
             where=str(path),
             fix="put the one you mean into a file of its own",
         )
+    training[0].launcher["before"] = [each.values for each in found if each is not training[0]]
     return training[0]
 
 
@@ -86,7 +89,7 @@ def _commands(path: Path, text: str) -> Iterator[Theirs]:
     variables: dict[str, str] = {}
     for line in _lines(text):
         try:
-            tokens = shlex.split(_filled(line, variables), comments=True)
+            tokens = shlex.split(_filled(re.sub(_COMMENT, r"\1", line), variables))
         except ValueError as error:
             raise RecipeError(f"not a command line: {error}", where=str(path)) from error
         while tokens and re.fullmatch(r"(export|\w+=.*)", tokens[0], re.S):

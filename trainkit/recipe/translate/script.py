@@ -101,6 +101,11 @@ _HARMLESS |= {"generation_config"}
 _DRAWS = {"train_size", "seed"}
 _LOADS = {"path", "name", "split", "data_files", "streaming", "num_proc", "token", "cache_dir"}
 """Arguments of `load_dataset` that are taken, or change no row."""
+_ANSWERS = re.compile(r"(assistant|model|Assistant:)(<\|[a-z_]+\|>)?\s*$")
+"""The end of what the prompt of inference ends in: the answers begin behind it."""
+_FILE_OF_HUB = re.compile(
+    r"https://huggingface\.co/datasets/([^/]+/[^/]+)/(?:raw|resolve)/main/(.+)"
+)
 
 
 class Trained(Exception):
@@ -331,8 +336,9 @@ class Script:
         if name.endswith(("Config", "TrainingArguments")):
             plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
             return Thing("config", {**plain, **words})
-        if name == "load_dataset":
-            named = {**dict(zip(("path", "name"), args, strict=False)), **words}
+        if name == "load_dataset" or full == "Dataset.from_json":
+            places = ("path", "name") if name == "load_dataset" else ("data_files",)
+            named = {"path": "json", **dict(zip(places, args, strict=False)), **words}
             return Thing("rows", {"source": named, "columns": {}})
         if name == "len" and args and isinstance(args[0], Thing) and args[0].kind == "rows":
             return Share(1.0)
@@ -347,10 +353,7 @@ class Script:
         if name == "get_chat_template" and args:
             return Thing("tokenizer", {"template": words.get("chat_template", "chatml")})
         if name == "train_on_responses_only":
-            trainer = args[0] if args else words.get("trainer")
-            if isinstance(trainer, Thing):
-                trainer.values["train_on_responses_only"] = True
-                return trainer
+            return self._responses_only(args[0] if args else words.get("trainer"), words)
         if name.endswith("Trainer"):
             for key in [k for k in node.keywords if k.arg == "formatting_func"]:
                 made, rows = self._rows_made(key.value), words.get("train_dataset")
@@ -376,6 +379,16 @@ class Script:
         if full in self.functions and name == "main":
             self.run(self.functions[full].body)
         return Unknown(ast.unparse(node))
+
+    def _responses_only(self, trainer: Any, words: dict[str, Any]) -> Any:
+        """The trainer, of whose texts the answers train."""
+        part = words.get("response_part", "assistant")
+        if not isinstance(part, str) or not _ANSWERS.search(part):
+            why = "what trains of an answer begins behind more than its header"
+            self.lost.append((f"response_part={part!r}", why))
+        if isinstance(trainer, Thing):
+            trainer.values["train_on_responses_only"] = True
+        return trainer
 
     def _method(
         self, owner: Thing, name: str, args: list[Any], words: dict[str, Any], node: ast.Call
@@ -498,6 +511,8 @@ class Script:
         """The settings of the one training."""
         theirs.lost += self.lost
         if not self.trainers:
+            models = [v for v in self.names.values() if isinstance(v, Thing) and v.kind == "model"]
+            theirs.values |= {"model_name": models[-1].values["model_name"]} if models else {}
             theirs.lost.append(("the script", "the training is set up where it cannot be followed"))
             return
         if len(self.trainers) > 1:
@@ -637,7 +652,9 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     if "lost" in rows.values:
         theirs.lost.append((f"rows{rows.values['lost']}", "it chooses or changes rows"))
     named = rows.values["source"]
-    if strange := [f"{key}=..." for key in named if key not in _LOADS]:
+    head = {"column_names": named.get("column_names"), "skiprows": 1}  # its names, by others
+    known = _LOADS | head.keys() if named.items() >= head.items() else _LOADS
+    if strange := [f"{key}=..." for key in named if key not in known]:
         theirs.lost.append(
             (f"load_dataset({', '.join(strange)})", "rows read in a way of their own")
         )
@@ -647,7 +664,8 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     if paths is not None:
         plain = [paths] if isinstance(paths, str) else paths
         if named.get("path") in ("json", "csv", "parquet", "text") and len(plain) == 1:
-            source = {"path": plain[0]}
+            there = _FILE_OF_HUB.fullmatch(str(plain[0]))
+            source = {"path": there[1], "files": [there[2]]} if there else {"path": plain[0]}
         else:
             source["files"] = plain
     if named.get("name"):
