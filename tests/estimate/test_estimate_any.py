@@ -9,6 +9,7 @@ import pytest
 
 from trainkit.cli.app import main
 from trainkit.estimate.gpus import GPUS
+from trainkit.estimate.peak import NF4
 from trainkit.estimate.shape import NAMED
 
 MODEL = {
@@ -202,6 +203,10 @@ def test_a_base_in_int8_is_a_byte_a_weight_and_experts_are_as_they_are_kept(said
     saved = plain["by_owner"]["weights"] - packed["by_owner"]["weights"]
     assert linears < saved < 1.2 * linears
     assert "int8 has not been measured" in " ".join(packed["notes"])
+    words = ("lora.r=8", "lora.quantize=nf4")
+    whole, part = (said(model, *words, f"lora.quantize_skip={x}") for x in ("[]", "[down_proj]"))
+    more = part["by_owner"]["weights"] - whole["by_owner"]["weights"]
+    assert more == pytest.approx(16 * 1024 * 4096 * (2 - NF4) / 2**30, rel=0.02)
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 8192}
     words = ("lora.r=8", "lora.experts=false", "lora.quantize=nf4")
     packed, apart = (

@@ -12,6 +12,7 @@ from project import make_project
 from train.router_cases import make_moe
 from transformers import AutoModelForCausalLM
 
+from trainkit.infer.locate import run_settings
 from trainkit.lora import LoraOptions, attach, quantization_config
 from trainkit.lora.report import describe_adapters
 from trainkit.models.linears import expert_parameters, num_weights
@@ -168,27 +169,41 @@ def as_bitsandbytes_loads(folder, quantize):
     return plain
 
 
+IN_PART = ["lora.quantize_skip=[layers.0]", "lora.quantize_head=true"]
+
+
 @pytest.mark.parametrize(
-    ("quantize", "experts"), [("nf4", True), ("nf4", False), ("int8", True), ("fp8", True)]
+    ("quantize", "more"),
+    [
+        ("nf4", []),
+        ("nf4", ["lora.quantize_experts=false"]),
+        ("nf4", IN_PART),
+        ("int8", []),
+        ("fp8", []),
+    ],
 )
-def test_a_run_over_them_goes_on_and_is_merged(quantize, experts, tmp_path, tiny_tokenizer):
+def test_a_run_over_them_goes_on_and_is_merged(quantize, more, tmp_path, tiny_tokenizer):
     make_moe(len(tiny_tokenizer)).save_pretrained(tmp_path / "moe")
     tiny_tokenizer.save_pretrained(tmp_path / "moe")
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project", tmp_path / "moe")
     words = ["--config", "r.yaml", f"lora.quantize={quantize}", "training.max_steps=4"]
-    words += [f"lora.quantize_experts={experts}"]
+    words += more
     assert project.sft(*words, "--output-dir", "whole").code == 0
     assert project.sft(*words, "--output-dir", "parts", stop_at=2).code == 130
     assert project.sft("--resume", "parts").code == 0
     files = [project.root / run / "final/adapter_model.safetensors" for run in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     record = json.loads((project.root / "whole" / "kernels.json").read_text())
-    packs = experts and quantize != "int8"
+    lora = run_settings(project.root / "whole").lora
+    packs = lora.quantize_experts and quantize != "int8"
     stacks = 2 * 8 * 3 * 32 * 16
-    assert (record["adapters"]["storage"][quantize]["weights"] >= stacks) == packs
+    packed = record["adapters"]["storage"][quantize]["weights"]
+    assert (packed >= stacks) == (packs and more != IN_PART)
+    if more == IN_PART:  # a layer's experts and attention, and the head
+        assert packed == stacks // 2 + 32 * (32 + 2 * 16 + 32) + 32 * len(tiny_tokenizer)
     assert trainkit(project.root, "merge", "whole/final", "--output", "merged").code == 0
-    if quantize == "int8":
+    if quantize == "int8" or more == IN_PART:
         (project.root / "asked.txt").write_text("why\n")
         asked = ("--prompts", "asked.txt", "-o", "said.jsonl", "--max-new-tokens", "4")
         said = trainkit(project.root, "generate", "whole", *asked)
@@ -198,7 +213,7 @@ def test_a_run_over_them_goes_on_and_is_merged(quantize, experts, tmp_path, tiny
         plain = as_bitsandbytes_loads(tmp_path / "moe", quantize)
     elif quantize == "nf4":  # what training saw; over fp8 an adapter is used on the plain base
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
-        quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16)
+        quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16, lora=lora)
         plain = as_read(base, plain).float()
     wanted = PeftModel.from_pretrained(plain, project.root / "whole/final").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(project.root / "merged", dtype=torch.float32)

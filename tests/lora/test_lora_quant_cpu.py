@@ -8,7 +8,7 @@ from lab import built
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from trainkit.errors import RecipeError
+from trainkit.errors import ModelError, RecipeError
 from trainkit.lora import LoraOptions
 from trainkit.lora.quant import refuse_unfit_device
 
@@ -104,3 +104,60 @@ def test_int8_trains_as_peft_over_bitsandbytes_does(tiny_qwen2):
                 ours = found["kernels"].get_parameter(name).grad
                 size = parameter.grad.abs().max().item()
                 torch.testing.assert_close(ours, parameter.grad, rtol=2e-2, atol=2e-2 * size)
+
+
+@pytest.mark.parametrize(("quantize", "head"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_what_stays_in_16_bits_is_what_transformers_is_told_to_leave(quantize, head, tiny_llama):
+    ids = torch.arange(18).reshape(2, 9)
+    kind = {"load_in_8bit": True}
+    if quantize == "nf4":
+        kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        kind |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    left = ["o_proj", "model.layers.0.mlp", *([] if head else ["lm_head"])]
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tiny_llama,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(**kind, llm_int8_skip_modules=left),
+        attn_implementation="sdpa",
+    )
+    theirs = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"]))
+    lora = LoraOptions(
+        r=4,
+        target_modules=["q_proj"],
+        quantize=quantize,
+        quantize_skip=["o_proj", "layers.0.mlp"],
+        quantize_head=head,
+    )
+    found = {
+        kernels: built(tiny_llama, "float32", kernels=kernels, attention="sdpa", lora=lora)
+        for kernels in (False, True)
+    }
+    assert found[True].report.row("linear_cross_entropy").status == "on"
+    models = [theirs, *(each.model for each in found.values())]
+    for number, name in enumerate(n for n, p in theirs.named_parameters() if p.requires_grad):
+        value = torch.randn(theirs.get_parameter(name).shape, generator=torch.manual_seed(number))
+        for model in models:
+            model.get_parameter(name).data = value.clone() / 8
+    losses = [model(input_ids=ids, labels=ids).loss for model in models]
+    for loss in losses:
+        loss.backward()
+    assert losses[1] == losses[0]
+    torch.testing.assert_close(losses[2], losses[0], rtol=1e-5, atol=0)  # sums of fp32, reordered
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(models[1].get_parameter(name).grad, parameter.grad), name
+            size = parameter.grad.abs().max().item()
+            ours = models[2].get_parameter(name).grad
+            # int8 rounds the inputs of its products, where a last bit may be a code
+            bound = 2e-2 if quantize == "int8" else 1e-4
+            torch.testing.assert_close(ours, parameter.grad, rtol=bound, atol=bound * size)
+
+
+def test_a_layer_to_leave_that_is_none_is_refused_and_so_is_a_head_that_is_the_embedding(
+    tiny_llama, tiny_qwen2
+):
+    with pytest.raises(ModelError, match="no linear layer of the model has out_proj") as refused:
+        built(tiny_llama, lora=LoraOptions(quantize="nf4", quantize_skip=["o_proj", "out_proj"]))
+    assert (refused.value.where, "o_proj" in refused.value.fix) == ("lora.quantize_skip", True)
+    with pytest.raises(RecipeError, match="the output layer is the embedding"):
+        built(tiny_qwen2, lora=LoraOptions(quantize="nf4", quantize_head=True))

@@ -37,7 +37,7 @@ from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_linears, outside_text
-from trainkit.models.linears import expert_parameters, packed_kind
+from trainkit.models.linears import expert_parameters, packed_kind, skipped_layers
 from trainkit.models.loss import LossOptions, configure
 from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
 from trainkit.models.proof.norms import let_norms_quantize
@@ -305,18 +305,19 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
         each.use_cache = False
     for parameter in outside_text(model).values():
         parameter.requires_grad_(False)
+    lora = LoraOptions() if job.adapters is None else job.adapters.options
     with torch.device("meta"):
         if job.base == "nf4":
-            _pack(model, _nf4, frozenset())
-            if job.adapters is None or job.adapters.options.quantize_experts:
-                _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"))
+            _pack(model, _nf4, frozenset(), lora)
+            if lora.quantize_experts:
+                _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"), lora)
             model.is_loaded_in_4bit = True
         elif job.base == "int8":
-            _pack(model, _int8, frozenset())
+            _pack(model, _int8, frozenset(), lora)
             model.is_loaded_in_8bit = True
         elif job.base == "fp8":
-            _pack(model, _fp8, job.in_fp8)
-            _pack_experts(model, _fp8_codes)
+            _pack(model, _fp8, job.in_fp8, lora)
+            _pack_experts(model, _fp8_codes, lora)
         if job.upcast:
             for parameter in model.parameters():
                 if not hasattr(parameter, "quant_state"):
@@ -336,9 +337,14 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     return model
 
 
-def _pack_experts(model: Any, make: Callable[[torch.Size], tuple[Tensor, Any, str]]) -> None:
+def _pack_experts(
+    model: Any, make: Callable[[torch.Size], tuple[Tensor, Any, str]], lora: LoraOptions
+) -> None:
+    skipped = skipped_layers(model, lora.quantize_skip)
     for name in expert_parameters(model):
         owner, _, key = name.rpartition(".")
+        if owner in skipped:
+            continue
         holder = model.get_submodule(owner)
         codes, state, scales = make(getattr(holder, key).shape)
         put_codes(holder, key, codes, state)
@@ -375,9 +381,10 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
                 state = getattr(state, "state2", None)
 
 
-def _pack(model: Any, make: Any, roles: frozenset[str]) -> None:
-    """Linear layers, all but the output layer, or those of some roles, as packed ones."""
-    head, away = model.get_output_embeddings(), set(outside_linears(model))
+def _pack(model: Any, make: Any, roles: frozenset[str], lora: LoraOptions) -> None:
+    """Linear layers, all that the recipe does not leave, or those of some roles, as packed ones."""
+    head = None if lora.quantize_head else model.get_output_embeddings()
+    away = {*outside_linears(model), *skipped_layers(model, lora.quantize_skip)}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         is_other = type(module) is not nn.Linear or module is head or name in away

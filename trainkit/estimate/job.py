@@ -142,7 +142,8 @@ def stored_as(quantization: Any) -> str | None:
 
 _DECIDE = {
     *("r", "target_modules", "exclude_modules", "target_parameters", "experts", "experts_r"),
-    *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize_experts"),
+    *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize", "quantize_experts"),
+    *("quantize_skip", "quantize_head"),
 }
 """Keys of ``lora`` by which memory and time differ."""
 

@@ -180,6 +180,8 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
         found.append(f"the files hold quantised weights ({shape.stored}); counted in model.dtype")
     if recipe.lora is not None and recipe.lora.quantize == "int8":
         found.append("lora.quantize: int8 has not been measured; counted as a byte a weight")
+    if recipe.lora is not None and recipe.lora.quantize_skip != _kinds_skipped(recipe.lora):
+        found.append("lora.quantize_skip: layers that it names by number are counted as packed")
     if recipe.model.frozen:
         found.append("model.frozen is not counted: what does not train takes less")
     if recipe.training.get("torch_compile"):
@@ -195,12 +197,17 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
     return found
 
 
+def _kinds_skipped(lora: LoraOptions) -> list[str]:
+    """Layers that keep 16 bits whatever their number: the model has few layers here."""
+    return [part for part in lora.quantize_skip if not re.search(r"(^|\.)\d+(\.|$)", part)]
+
+
 def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Adapters:
     offload, saved = lora.offload_activations, list(lora.modules_to_save)
     if adds_tokens:  # both ends of the vocabulary train whole
         saved += [end for end in shape.ends if end not in saved]
     return Adapters.of(
-        lora.replace(modules_to_save=saved),
+        lora.replace(modules_to_save=saved, quantize_skip=_kinds_skipped(lora)),
         offload=shape.hidden >= MIN_OFFLOAD_WIDTH if offload == "auto" else offload,
     )
 

@@ -72,7 +72,7 @@ def write_plain(source: Source, target: Path, job: Job) -> None:
     if adapter is not None:
         options = MergeOptions(
             quantize=source.quantize,
-            quantize_experts=source.quantize_experts,
+            lora=source.lora,
             compute_dtype=source.compute_dtype,
             base=own_base(source.quantize),
             dtype=dtype,

@@ -25,6 +25,7 @@ from trainkit.export.certificate import (
 from trainkit.export.conversations import Prompt, conversations_of
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import ModelPaths, is_trained_on_texts, run_settings
+from trainkit.options import LoraOptions
 
 # -- The chat template as a server needs it: with what the recipe added to it written into it
 # A server knows the template and the messages. What else decided a prompt in training (a frozen
@@ -103,7 +104,7 @@ class Source:
 
     paths: ModelPaths
     quantize: str | None
-    quantize_experts: bool
+    lora: LoraOptions
     compute_dtype: str | None
     template: str | None
     named_templates: Mapping[str, str]
@@ -194,7 +195,7 @@ def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -
     return Source(
         paths=paths,
         quantize=quantize,
-        quantize_experts=held.quantize_experts,
+        lora=held.lora,
         compute_dtype=held.dtype if held.dtype != "auto" else None,
         template=None if is_text else served_template(tokenizer, options, variables),
         named_templates={} if is_text else named_templates(tokenizer, options, variables),

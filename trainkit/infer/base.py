@@ -19,7 +19,7 @@ from trainkit.errors import CheckpointError
 from trainkit.models.linears import packed_kind
 from trainkit.models.loading import UNPACKED_METHODS, load_model
 from trainkit.models.tokenizer import load_config, load_tokenizer
-from trainkit.options import ModelOptions
+from trainkit.options import LoraOptions, ModelOptions
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 
@@ -96,19 +96,20 @@ def _shapes(adapter: Path) -> dict[str, tuple[int, ...]]:
 # -- A base in fp8: the layers that its run had in fp8 --------------------------------------------
 
 
-def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> Any:
+def pack(model: Any, lora: LoraOptions, device: torch.device, run: Path | None) -> Any:
     """A loaded model on the device, its linear layers kept as a run kept them.
 
     Without ``run`` every layer that fits is packed.
     """
     from trainkit.lora.quant import refuse_unfit_device  # only here: most models are not packed
 
+    quantize = str(lora.quantize)
     refuse_unfit_device(quantize, device)
     convert = packed_kind(quantize).convert
     if convert is None:  # nf4, whose experts are packed with the rest
         from trainkit.models.packed_experts import quantize_to_nf4
 
-        quantize_to_nf4(model, device, model.dtype)
+        quantize_to_nf4(model, device, model.dtype, lora=lora)
         return model.to(device)
     from trainkit.models.packed_experts import experts_to_fp8
 

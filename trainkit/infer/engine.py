@@ -36,7 +36,7 @@ from trainkit.models.generation import generate_rows
 from trainkit.models.linears import not_finite, packed_kind, quantization_config
 from trainkit.models.loading import TORCH_DTYPES, device_named, load_model, set_use_cache
 from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
-from trainkit.options import ModelOptions
+from trainkit.options import LoraOptions, ModelOptions
 from trainkit.train.images import vision_of
 
 logger = logging.getLogger(__name__)
@@ -300,13 +300,15 @@ def load_engine(
     tokenizer = load_tokenizer(of_tokenizer)
     if paths.adapter is not None:
         prove_base(paths.adapter, source, say, any_base=any_base)
-    packing, late = None, False
+    packing, late, lora = None, False, run_settings(paths.run).lora
     if quantize is not None:
         with contextlib.suppress(OSError):  # codes do not show what they were made of
             refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
         from trainkit.lora.quant import packs_experts
 
-        packs = run_settings(paths.run).quantize_experts and packs_experts(source, quantize)
+        if lora.quantize != quantize:
+            lora = LoraOptions(quantize=quantize)
+        packs = lora.quantize_experts and packs_experts(source, quantize)
         late = packed_kind(quantize).convert is not None or packs
         packing = (
             None if late else quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
@@ -315,12 +317,13 @@ def load_engine(
         source,
         attention=own_attention(source),
         quantization=packing,
+        lora=lora,
         device=None if late else place,
         alone=paths.adapter is not None and is_of_text_alone(paths.adapter),
     )
     _refuse_not_finite(model, source)
     if quantize is not None and late:
-        model = pack(model, quantize, place, paths.run)
+        model = pack(model, lora, place, paths.run)
     if paths.adapter is not None:
         refuse_not_finite(paths.adapter)
         model = with_adapter(model, paths.adapter)

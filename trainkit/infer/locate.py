@@ -15,7 +15,7 @@ from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.hub import check_hub
 from trainkit.models.files import PICKLED_WEIGHTS
-from trainkit.options import ModelOptions
+from trainkit.options import LoraOptions, ModelOptions
 from trainkit.places import WEIGHTS, local_path, regular, regular_files
 from trainkit.run.status import resume_command
 
@@ -154,13 +154,13 @@ class RunSettings:
         quantize: ``nf4``, ``int8``, ``fp8``, or None for plain weights.
         dtype: of the weights in memory, or None where it is not known.
         trust_remote_code: the run ran code that came with its model.
-        quantize_experts: experts were kept so, too, where their kind can be.
+        lora: its adapters, and with them what of the base was kept so.
     """
 
     quantize: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
-    quantize_experts: bool = True
+    lora: LoraOptions = LoraOptions()
 
 
 def run_settings(run: Path | None) -> RunSettings:
@@ -172,10 +172,8 @@ def run_settings(run: Path | None) -> RunSettings:
         return RunSettings()
     recipe = load_recipe(resolved).recipe
     model, lora = recipe.model, recipe.lora
-    if lora is None:
-        return RunSettings(None, model.dtype, model.trust_remote_code)
-    experts = lora.quantize_experts
-    return RunSettings(lora.quantize, model.dtype, model.trust_remote_code, experts)
+    lora = lora or LoraOptions()
+    return RunSettings(lora.quantize, model.dtype, model.trust_remote_code, lora)
 
 
 def _check_is_no_checkpoint(directory: Path) -> None:

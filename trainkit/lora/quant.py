@@ -15,7 +15,7 @@ from trainkit.models.fp8.choice import Fp8Choice
 from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
-from trainkit.models.linears import expert_parameters, packed_kind
+from trainkit.models.linears import expert_parameters, packed_kind, skipped_layers
 from trainkit.models.loading import load_model, move
 from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4
 from trainkit.models.tokenizer import load_config
@@ -51,22 +51,32 @@ def base_with_packed_experts(
     """Read on the host and packed layer by layer: the device never holds it in 16 bits."""
     model: Any = load_model(source, attention=attention)
     kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
-    quantize_to_nf4(model, device, model.dtype, tuple(kept))
+    quantize_to_nf4(model, device, model.dtype, kept, lora)
     found: PreTrainedModel = model.to(device)
     return found
 
 
-def refuse_read_weights(model: PreTrainedModel, quantize: str) -> None:
+def refuse_unpackable(model: PreTrainedModel, lora: LoraOptions) -> None:
     """Refuse to pack a layer whose weight the model reads itself: it would read codes."""
-    away = outside_text(model)
-    head = model.get_output_embeddings()  # stays as it is
+    away, skipped = outside_text(model), skipped_layers(model, lora.quantize_skip)
+    head = model.get_output_embeddings()
+    if lora.quantize_head and (head is None or head.weight is model.get_input_embeddings().weight):
+        raise RecipeError(
+            "the output layer is the embedding, which is read by rows and stays in 16 bits",
+            where="lora.quantize_head",
+            fix="remove it",
+        )
     for name, holder in read_weights(model).items():
         if f"{name}.weight" not in away and model.get_submodule(name) is not head:
+            if name in skipped:
+                continue
             raise RecipeError(
-                f"{quantize} packs {name}, and {holder} multiplies by its weight itself: packed, "
-                "that is codes and no numbers",
+                f"{lora.quantize} packs {name}, and {holder} multiplies by its weight itself: "
+                "packed, that is codes and no numbers",
                 where="lora.quantize",
-                fix="remove lora.quantize: adapters train over this model's own weights",
+                fix="remove lora.quantize: adapters train over this model's own weights"
+                if lora.quantize == "fp8"
+                else f"leave it in 16 bits: lora.quantize_skip: [{name.rpartition('.')[2]}]",
             )
 
 

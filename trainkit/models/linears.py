@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from trainkit.auto_class import holds_experts
-from trainkit.errors import RecipeError
+from trainkit.errors import ModelError, RecipeError
+from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import num_elements, whole_shape
 
 if TYPE_CHECKING:
@@ -94,6 +95,34 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for key, parameter in module.named_parameters(recurse=False)
         if len(_shape_of(parameter)) == 3
     }
+
+
+def layers_named(names: Iterable[str], parts: Iterable[str], where: str) -> set[str]:
+    """Those of the layers' names that have one of some parts, between dots.
+
+    Raises:
+        ModelError: a part is in none of them.
+    """
+    found: set[str] = set()
+    names = [*names]
+    for part in parts:
+        named = {name for name in names if f".{part}." in f".{name}."}
+        if not named:
+            raise ModelError(
+                f"no linear layer of the model has {part} in its name",
+                where=where,
+                fix=ask(nearest(part, sorted({name.rpartition(".")[2] for name in names})))
+                or "give names as in the model's weights, or parts between dots, as layers.0",
+            )
+        found |= named
+    return found
+
+
+def skipped_layers(model: nn.Module, parts: Collection[str]) -> set[str]:
+    """The linear layers, and modules of experts in stacks, that ``lora.quantize_skip`` names."""
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    stacks = (name.rpartition(".")[0] for name in expert_parameters(model))
+    return layers_named([*linears, *stacks], parts, "lora.quantize_skip")
 
 
 def is_packed(parameter: nn.Parameter) -> bool:

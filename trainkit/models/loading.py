@@ -25,6 +25,7 @@ from transformers import (
 from trainkit.auto_class import auto_class, empty_model, text_alone
 from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
+from trainkit.models.linears import skipped_layers
 from trainkit.models.tokenizer import (
     explained,
     from_pretrained_arguments,
@@ -32,7 +33,7 @@ from trainkit.models.tokenizer import (
     new_tokens,
 )
 from trainkit.models.vocabulary import grow
-from trainkit.options.model import DTYPES, ModelOptions
+from trainkit.options.model import DTYPES, LoraOptions, ModelOptions
 from trainkit.parallel.parameters import made_whole
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def load_model(
     *,
     attention: str | None,
     quantization: Any | None = None,
+    lora: LoraOptions | None = None,
     device: torch.device | None = None,
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
@@ -74,6 +76,7 @@ def load_model(
         source: where from.
         attention: transformers' ``attn_implementation``; None leaves it to transformers.
         quantization: a transformers quantization config, or None.
+        lora: what that leaves in 16 bits; None for the output layer alone.
         device: where the weights go; None leaves them where the loader puts them.
         load_part: loads what this rank holds of the model; the rest is on the meta device.
         reads_parts: whether ranks read their parts of a model on the meta device, returned then.
@@ -84,7 +87,7 @@ def load_model(
     with explained(source, "model"):
         config = text_alone(load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
-        quantization = _sparing_towers(quantization, config, source) or unpacked
+        quantization = _sparing(quantization, config, source, lora or LoraOptions()) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
             model = _random(loader, config, dtype, attention, device, load_part, trusted)
@@ -138,9 +141,12 @@ def load_model(
     return model
 
 
-def _sparing_towers(quantization: Any, config: PreTrainedConfig, source: ModelOptions) -> Any:
-    """What bitsandbytes is to pack: of a model with a tower, nothing that only sees images."""
-    if quantization is None or config.get_text_config() is config:
+def _sparing(
+    quantization: Any, config: PreTrainedConfig, source: ModelOptions, lora: LoraOptions
+) -> Any:
+    """What bitsandbytes is to pack: nothing that only sees images, or that the recipe leaves."""
+    is_plain = config.get_text_config() is config and not lora.quantize_skip
+    if quantization is None or (is_plain and not lora.quantize_head):
         return quantization
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -148,7 +154,8 @@ def _sparing_towers(quantization: Any, config: PreTrainedConfig, source: ModelOp
 
     with made_whole():
         empty = empty_model(config, trust_remote_code=source.trust_remote_code)
-    left = [*get_keys_to_not_convert(empty), *outside_linears(empty)]
+    left = [*outside_linears(empty), *skipped_layers(empty, lora.quantize_skip)]
+    left += [] if lora.quantize_head else get_keys_to_not_convert(empty)
     quantization.llm_int8_skip_modules = left
     return quantization
 

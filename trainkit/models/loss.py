@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from trainkit.models.linears import LINEARS
 from trainkit.models.swap import KernelForward, plain_class
 from trainkit.options.data import IGNORE_INDEX
 
@@ -116,6 +117,9 @@ class LossHead(KernelForward):
         if scale != 1.0:
             hidden_states = hidden_states * scale
             bias = None if bias is None else bias * scale
+        weight: Tensor = self.weight
+        if (nf4 := LINEARS["nf4"]).recognises(self) and nf4.unpacker is not None:
+            weight = nf4.unpacker(self)(weight, hidden_states.dtype)  # type: ignore[misc]
         from trainkit import kernels
 
         options = self.loss_options
@@ -131,10 +135,10 @@ class LossHead(KernelForward):
         if token_losses:
             if options.label_smoothing or options.z_loss:
                 raise ValueError("the tokens' own losses know no label smoothing and no z-loss")
-            return kernels.linear_token_losses(hidden_states, self.weight, labels, **common)
+            return kernels.linear_token_losses(hidden_states, weight, labels, **common)
         counted = kernels.linear_cross_entropy_counted(
             hidden_states,
-            self.weight,
+            weight,
             labels,
             num_items=num_items,
             label_smoothing=options.label_smoothing,
@@ -262,7 +266,7 @@ def why_no_loss_head(model: Any) -> str | None:
     if outer is None:
         return "the model has no output layer"
     head = head_at_work(outer)
-    if plain_class(head) is not nn.Linear:
+    if plain_class(head) is not nn.Linear and not LINEARS["nf4"].recognises(head):
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
     if model.loss_function is not ForCausalLMLoss:
         return "the model has its own loss function"

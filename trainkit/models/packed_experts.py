@@ -24,15 +24,22 @@ from trainkit.kernels.experts.function import Packed
 from trainkit.kernels.fp8.function import fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
 from trainkit.models.frozen import outside_linears
-from trainkit.models.linears import expert_parameters, prepare_for_training, read_nf4
+from trainkit.models.linears import (
+    expert_parameters,
+    prepare_for_training,
+    read_nf4,
+    skipped_layers,
+)
 from trainkit.models.swap import subclass_of
+from trainkit.options.model import LoraOptions
 
 _STATES = "_packed_stacks"
 """On a module: how the codes of each of its stacks are read."""
 
 
 def quantize_to_nf4(
-    model: Any, device: torch.device, dtype: torch.dtype, kept: tuple[str, ...] = ()
+    model: Any, device: torch.device, dtype: torch.dtype, kept: Collection[str] = (),
+    lora: LoraOptions | None = None,
 ) -> None:
     """Pack a loaded model's linear layers and experts, layer by layer, in place.
 
@@ -41,10 +48,13 @@ def quantize_to_nf4(
         device: where the codes go.
         dtype: that the weights are read in.
         kept: the last names of modules that stay as they are, as routers and the head do.
+        lora: what else stays as it is, and whether the head does not.
     """
     import bitsandbytes as bnb
 
-    head, stay = model.get_output_embeddings(), {*kept, *ROUTERS, *outside_linears(model)}
+    lora = lora or LoraOptions()
+    head = None if lora.quantize_head else model.get_output_embeddings()
+    stay = {*kept, *ROUTERS, *outside_linears(model), *skipped_layers(model, lora.quantize_skip)}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if type(module) is not nn.Linear or module is head or last in stay or name in stay:
@@ -61,6 +71,8 @@ def quantize_to_nf4(
         setattr(model.get_submodule(parent), last, packed)
     for name, parameter in list(expert_parameters(model).items()):
         owner, _, key = name.rpartition(".")
+        if owner in stay:
+            continue
         weight = parameter.detach().to(device=device, dtype=dtype).contiguous()
         codes, state = bnb.functional.quantize_4bit(
             weight, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=dtype

@@ -451,6 +451,15 @@ class LoraOptions(Section):
     quantize_experts: bool = Field(
         True, description="nf4 and fp8 keep a mixture's experts so, too; int8 never does."
     )
+    quantize_skip: Names = Field(
+        default_factory=list,
+        description="Layers that nf4 and int8 leave in 16 bits: names, or parts of them between "
+        "dots, as out_proj or layers.0.",
+    )
+    quantize_head: bool = Field(
+        False,
+        description="nf4 packs the output layer, too, where it is not the embedding.",
+    )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
     modules_to_save: Names = Field(
@@ -491,6 +500,11 @@ class LoraOptions(Section):
         return isinstance(init, str) and init.startswith(("pissa", "olora"))
 
     @property
+    def packing(self) -> dict[str, Any]:
+        """What the numbers of a packed base depend on."""
+        return {name: each for name, each in self if name.startswith("quantize")}
+
+    @property
     def needs_whole_model(self) -> str | None:
         """The key that takes more than the layers of one rank to begin or to save; or None."""
         init = self.init_lora_weights
@@ -525,6 +539,14 @@ class LoraOptions(Section):
                 "experts in 16 bits have been held against a plain run under nf4 and int8 alone",
                 "remove it, or set lora.quantize: nf4",
             )
+        for key, kinds in (("quantize_skip", ("nf4", "int8")), ("quantize_head", ("nf4",))):
+            if getattr(self, key) and self.quantize not in kinds:
+                raise broken_rule(
+                    f"lora.{key}",
+                    f"it says what {' and '.join(kinds)} pack, and lora.quantize is "
+                    f"{self.quantize or 'not set'}",
+                    f"set lora.quantize: nf4, or remove lora.{key}; model.fp8 says it of fp8",
+                )
         init = self.init_lora_weights
         if isinstance(init, bool):
             return self

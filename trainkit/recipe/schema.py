@@ -175,6 +175,13 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
             "a randomly initialised base has no weights to quantize",
             "remove lora.quantize or model.init",
         )
+    if lora and lora.quantize_head and (model.adds_tokens or lora.modules_to_save):
+        yield (
+            "lora.quantize_head",
+            "what trains whole (lora.modules_to_save, model.add_tokens) has not been held against "
+            "a plain run next to a packed output layer",
+            "remove it",
+        )
     for op in LORA_OPS if lora is None else ():
         if isinstance(kernels, dict) and kernels.get(op):
             yield (

@@ -460,7 +460,8 @@ class Bench:
         if no_fp8 and recipe.lora is None:
             yield "fp8", "products", trial("without fp8", no_fp8)
         if recipe.lora is not None and recipe.lora.quantize is not None:
-            overrides = ["lora.quantize=null", *no_fp8]
+            plain = ["lora.quantize=null", "lora.quantize_skip=[]", "lora.quantize_head=false"]
+            overrides = [*plain, *no_fp8]
             what = f"{recipe.lora.quantize} base"
             yield "quantize", what, trial("a base in its own dtype", overrides)
         if recipe.model.dtype != "float32":

@@ -41,9 +41,9 @@ def refuse_unfit_model(
 
         resolve_and_check(skeleton, lora)
         if lora.quantize is not None:
-            from trainkit.lora.quant import refuse_read_weights
+            from trainkit.lora.quant import refuse_unpackable
 
-            refuse_read_weights(skeleton, lora.quantize)
+            refuse_unpackable(skeleton, lora)
     if recompute is not None and recompute.every is not None:
         _refuse_every(skeleton, recompute.every)
     if (wanted := Fp8Options.of(fp8)) is not None:

@@ -238,7 +238,7 @@ def _loaded(
         quant.refuse_unfit_device(quantize, device)
         with made_whole():
             empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
-            quant.refuse_read_weights(empty, quantize)
+            quant.refuse_unpackable(empty, lora)
             packs = packed_kind(quantize).packs_experts and lora.quantize_experts
             packs_experts = packs and bool(expert_parameters(empty))
         if packs_experts and (place is None or reads_parts is not None):
@@ -259,6 +259,7 @@ def _loaded(
         source,
         attention=attention,
         quantization=quantization,
+        lora=lora,
         device=place,
         load_part=engine.load_part,
         reads_parts=None if fp8 is not None or reads_base else reads_parts,

@@ -63,7 +63,7 @@ def reference_key(run: Run) -> str | None:
         "files": files,
         "seed": run.args.seed if is_random or model.adds_tokens else None,
         "model": model.model_dump(mode="json", exclude=_LEFT_OUT),
-        "quantize": recipe.lora.quantize if recipe.lora else None,
+        "quantize": recipe.lora.packing if recipe.lora else None,
         "runs": run.built.runs,
         "autocast": (run.args.bf16, run.args.fp16),
         "device": run.args.device.type,

@@ -41,6 +41,7 @@ from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
+from trainkit.options import LoraOptions
 from trainkit.patterns import refuse_endless
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class MergeOptions:
     Attributes:
         quantize: ``nf4``, ``int8`` or ``fp8`` if the adapter was trained over such a base; None if
             over plain weights.
-        quantize_experts: whether experts were kept so, too.
+        lora: the adapter's options, and with them what of the base was kept so.
         compute_dtype: with ``quantize``, what training loaded the base in and unpacked it to; None
             takes what config.json says, else bfloat16.
         base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
@@ -73,7 +74,7 @@ class MergeOptions:
     """
 
     quantize: str | None = None
-    quantize_experts: bool = True
+    lora: LoraOptions = LoraOptions()
     compute_dtype: str | None = None
     base: Base = "original"
     dtype: str | None = None
@@ -149,7 +150,9 @@ def merge_adapter(
                 # Over fp8 an adapter is used on the plain base. bitsandbytes loads nf4; its int8
                 # products would round what they multiply, too.
                 is_seen = packing is not None and own_base(packing.quantize) == "dequantized"
+                lora = options.lora
                 by_names = by_peft or options.quantize == "int8"
+                by_names |= lora.quantize_head or bool(lora.quantize_skip)
                 parity = compare_with_adapter(
                     base,
                     adapter.directory,
@@ -187,7 +190,8 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
     names = quantized_names(
         base,
-        experts=options.quantize_experts and options.quantize != "int8",
+        options.lora,
+        experts=options.lora.quantize_experts and options.quantize != "int8",
         trust_remote_code=options.trust_remote_code,
     )
     return Packing(options.quantize, names, dtype, options.base)

@@ -19,14 +19,20 @@ from trainkit.checkpoint.weights.reader import TensorInfo
 from trainkit.errors import CheckpointError
 from trainkit.kernels.fp8.function import fits_fp8, fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
+from trainkit.models.linears import skipped_layers
+from trainkit.options import LoraOptions
 
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
 
 def quantized_names(
-    directory: Path, *, experts: bool = True, trust_remote_code: bool = False
+    directory: Path,
+    lora: LoraOptions | None = None,
+    *,
+    experts: bool = True,
+    trust_remote_code: bool = False,
 ) -> set[str]:
-    """The weights that a quantised base packs: those of linear layers, but not the output one.
+    """The weights that a quantised base packs: those of linear layers, as ``lora`` says.
 
     And, with ``experts``, theirs, where routers stay as they are. The model is built without
     memory.
@@ -37,19 +43,22 @@ def quantized_names(
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     model = empty_model(config, trust_remote_code=trust_remote_code)
-    head = model.get_output_embeddings()
+    lora = lora or LoraOptions()
+    head = None if lora.quantize_head else model.get_output_embeddings()
+    skipped = skipped_layers(model, lora.quantize_skip)
     stacks = {
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
         if experts and parameter.dim() == 3 and holds_experts(name, module)
+        if name not in skipped
     }
     stay = ROUTERS if stacks else ()
     return stacks | {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
-        if name.rpartition(".")[2] not in stay
+        if name.rpartition(".")[2] not in stay and name not in skipped
     }
 
 

@@ -98,7 +98,7 @@ def merge(
     quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
         quantize=quantize,
-        quantize_experts=settings.quantize_experts,
+        lora=settings.lora,
         compute_dtype=settings.dtype if settings.dtype != "auto" else None,
         base=base or own_base(quantize),
         dtype=dtype,

@@ -39,10 +39,10 @@ from trainkit.kernels.fp8.function import fits_fp8
 from trainkit.models.fp8.savings import Saving
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_linears
+from trainkit.models.linears import layers_named
 from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import ALL, Fp8Options
-from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
 from trainkit.patterns import ends_in
 
@@ -322,17 +322,17 @@ def find_candidates(
     head = None if get_head is None else get_head()
     layers: dict[str, nn.Linear] = {}
     kept: dict[str, int] = {}
-    unused, names, away = dict.fromkeys(options.skip), [], set(outside_linears(model))
+    linears = {n: m for n, m in model.named_modules() if plain_class(m) is nn.Linear}
+    skipped = layers_named(linears, options.skip, "model.fp8.skip")
+    away = set(outside_linears(model))
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or plain_class(module) is not nn.Linear:
+        if name not in linears:
             if number := _num_other_matrices(module):
                 kept[OUTSIDE] = kept.get(OUTSIDE, 0) + number
             continue
-        names.append(name)
-        skipped = [part for part in options.skip if f".{part}." in f".{name}."]
-        for part in skipped:
-            unused.pop(part, None)
-        reason = "named in skip" if skipped else _why_not(name, module, head, options, frozen)
+        assert isinstance(module, nn.Linear)
+        is_skipped = name in skipped
+        reason = "named in skip" if is_skipped else _why_not(name, module, head, options, frozen)
         if ends_in(name, whole):
             reason = "trained whole (modules_to_save)"
         if name in away:
@@ -341,14 +341,6 @@ def find_candidates(
             kept[reason] = kept.get(reason, 0) + 1
         else:
             layers[name] = module
-    if unused:
-        roles = sorted({name.rpartition(".")[2] for name in names})
-        raise ModelError(
-            f"no linear layer of the model has {', '.join(unused)} in its name",
-            where="model.fp8.skip",
-            fix=ask(nearest(next(iter(unused)), roles))
-            or "give names as in the model's weights, or parts between dots, as layers.0",
-        )
     if not layers:
         reasons = "; ".join(f"{number}: {reason}" for reason, number in kept.items())
         raise ModelError(
