@@ -36,6 +36,11 @@ def ends_in(name: str, ends: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
+def has_part(name: str, parts: Iterable[str]) -> bool:
+    """Whether a dotted name has one of these in it, between dots."""
+    return any(f".{part}." in f".{name}." for part in parts)
+
+
 def refuse_endless(
     config: Mapping[str, Any],
     names: Iterable[str],

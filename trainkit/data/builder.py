@@ -34,7 +34,7 @@ from trainkit.data.messages import (
     validate,
 )
 from trainkit.data.options import DataOptions
-from trainkit.data.store import Action, Entry
+from trainkit.data.store import LEFT_OUT, Action, Entry
 from trainkit.data.template import THINK_CLOSE, ByVariables, ChatTemplate, refuse_unread
 from trainkit.data.vision import LOOSE, NoVision, Vision
 from trainkit.errors import DataError, TrainkitError
@@ -287,6 +287,11 @@ class BuiltRows:
     @property
     def num_kept(self) -> int:
         return len({sample.row for sample in self.samples})
+
+    @property
+    def num_left_out(self) -> int:
+        """Rows that the recipe has no use for, with nothing wrong in them."""
+        return len({e.row for e in self.events if e.action == "dropped" and e.reason in LEFT_OUT})
 
     def drop(self, row: int, error: RowError, mask: np.ndarray | None = None) -> None:
         lost = (0, 0) if mask is None else (len(mask), int(np.count_nonzero(mask)))
@@ -551,6 +556,9 @@ class SampleBuilder:
         whole, limit, policy = mask, self.options.max_length, self.options.truncation
         images = images or {}
         try:
+            if len(ids) < self.options.min_length:
+                detail = f"{len(ids)} tokens, at least {self.options.min_length}"
+                raise RowError("too_short", detail)
             if len(ids) > limit:
                 detail, reason = f"{len(ids)} tokens, at most {limit}", "cut_right"
                 if images:

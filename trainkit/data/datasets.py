@@ -9,6 +9,7 @@ with the same tokens stay together, so none that is evaluated on was trained on.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.data.store import Store
+from trainkit.data.store import Entry, Store
 from trainkit.errors import DataError
 from trainkit.options import Source
 
@@ -210,9 +211,9 @@ class Part:
         return column if self.places is None else column[self.places]
 
     def taking(self, places: np.ndarray) -> "Part":
-        assert self.places is None
+        """Those at some places of its samples alone."""
         share = replace(self.share, keys=self.share.keys[places])
-        return replace(self, places=places, share=share)
+        return replace(self, places=self.of(np.arange(len(self.store)))[places], share=share)
 
     @property
     def name(self) -> str:
@@ -404,13 +405,52 @@ def hold_out(data: PreparedData, amount: int | float) -> tuple[PreparedData, Pre
 def _rows_of(part: Part) -> tuple[list[bytes], np.ndarray]:
     """A digest for each row of a source, and the row that each sample belongs to."""
     store = part.store
-    if not len(store):
+    if not len(part):
         return [], np.empty(0, dtype=np.int64)
     starts = np.flatnonzero(
         np.concatenate([[True], (np.diff(store.file) != 0) | (np.diff(store.row) != 0)])
     )
     of_sample = np.repeat(np.arange(len(starts)), np.diff([*starts, len(store)]))
-    return [digest.tobytes() for digest in store.row_digests], of_sample
+    rows, of_sample = np.unique(part.of(of_sample), return_inverse=True)
+    return [digest.tobytes() for digest in store.row_digests[rows]], of_sample
+
+
+def without_copies(part: Part, seen: set[bytes]) -> tuple[Part, list[Entry]]:
+    """A source without rows whose samples are those of an earlier row; and the ledger of these.
+
+    ``seen`` are the earlier rows; this source's are added.
+    """
+    store, (digests, of_sample) = part.store, _rows_of(part)
+    firsts = np.searchsorted(of_sample, np.arange(len(digests) + 1))
+    is_copy, entries = np.zeros(len(digests), dtype=bool), list[Entry]()
+    named = ("reasons", "dropped_for")
+    rows = [{**row, **{key: Counter(row[key]) for key in named}} for row in part.rows]
+    for number, digest in enumerate(digests):
+        samples = slice(int(firsts[number]), int(firsts[number + 1]))
+        ends = store.offsets[samples.start : samples.stop + 1]
+        mask = store.loss_mask[ends[0] : ends[-1]].tobytes()
+        # Which part of its row a sample is says of answers which are the better ones.
+        row = digest + np.diff(ends).tobytes() + store.part[samples].tobytes() + mask
+        mark = hashlib.blake2b(row, digest_size=16).digest()
+        is_copy[number] = mark in seen
+        seen.add(mark)
+        if is_copy[number]:
+            file, tokens = int(store.file[samples.start]), int(ends[-1] - ends[0])
+            place = part.files[file], int(store.line[samples.start])
+            said = "an exact copy of a row before it"
+            trained = int(store.num_trained[samples].sum())
+            entries.append(Entry(*place, "dropped", "duplicate", said, tokens, trained))
+            lost = {"kept": 1, "left_out": -1, "samples": len(ends) - 1}
+            lost |= {"tokens": tokens, "trained_tokens": trained}
+            if store.images is not None:
+                at = slice(*store.images.offsets[[samples.start, samples.stop]])
+                of_images = store.images.images[at, -1]
+                lost |= {"images": len(of_images), "image_tokens": int(of_images.sum())}
+            rows[file] |= {key: rows[file][key] - less for key, less in lost.items()}
+            for key in named:
+                rows[file][key]["duplicate"] += 1
+    kept = part.taking(np.flatnonzero(~is_copy[of_sample]))
+    return replace(kept, rows=rows), entries
 
 
 def _sides(

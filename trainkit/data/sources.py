@@ -27,6 +27,7 @@ from trainkit.data.datasets import (
     choose_rows,
     row_keys,
     stream_names,
+    without_copies,
 )
 from trainkit.data.encode import threads_of_tokenizers
 from trainkit.data.files import (
@@ -42,6 +43,7 @@ from trainkit.data.files import (
 from trainkit.data.options import DataOptions
 from trainkit.data.store import (
     LEDGER,
+    LEFT_OUT,
     Entry,
     FileCounts,
     Ledger,
@@ -217,7 +219,8 @@ def build_store(
             counts, kept = of_files[file], built.num_kept
             counts.rows += len(rows)
             counts.kept += kept
-            counts.dropped += len(rows) - kept
+            counts.left_out += built.num_left_out
+            counts.dropped += len(rows) - kept - built.num_left_out
             counts.samples += len(built.samples)
             for name, count in built.counts.items():
                 if name.startswith("format:"):
@@ -237,8 +240,9 @@ def build_store(
                 if event.action != "repaired":
                     reasons = counts.dropped_for if event.action == "dropped" else counts.cut_for
                     reasons[event.reason] += 1
-                counts.tokens_lost += event.tokens
-                counts.trained_tokens_lost += event.trained_tokens
+                if event.reason not in LEFT_OUT:
+                    counts.tokens_lost += event.tokens
+                    counts.trained_tokens_lost += event.trained_tokens
             counts.cut += len({event.row for event in built.events if event.action == "cut"})
             counts.repaired += len({e.row for e in built.events if e.action == "repaired"})
             all_ends.update(built.ends)
@@ -308,6 +312,7 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
     is_evaluation: bool = False,
     vision: Vision | NoVision | None = None,
+    seen: set[bytes] | None = None,
 ) -> PreparedData:
     """Turn sources into samples, or open what an earlier call has made of the same.
 
@@ -315,10 +320,12 @@ def prepare(
     machine wait for each other on a file lock.
 
     ``ledger`` gets an entry for every row that is dropped, cut or repaired. What is drawn for an
-    evaluation is drawn apart from training's sources of the same names.
+    evaluation is drawn apart from training's sources of the same names. ``seen`` are the rows of
+    earlier calls, which ``deduplicate`` leaves out here; this call's are added.
     """
     builder = SampleBuilder(tokenizer, options, vision)
     digests = tokenizer_digest(tokenizer), code_digest()
+    seen = set() if seen is None else seen
     parts: list[Part] = []
     cached: list[bool] = []
     rows, entries = list[dict[str, Any]](), list[Entry]()
@@ -326,14 +333,23 @@ def prepare(
     for source, stream in zip(sources, stream_names(labels, paths), strict=True):
         drawn_by = f"eval/{stream}" if is_evaluation else stream
         part, was_there, mine = _open_part(source, drawn_by, builder, digests, progress)
+        check_files(part, mine, str(tokenizer.name_or_path))
+        if options.deduplicate:
+            part, copies = without_copies(part, seen)
+            mine += copies
         for entry in mine:
             ledger.add(entry)
         ledger.flush()
-        check_files(part, mine, str(tokenizer.name_or_path))
         parts.append(part)
         cached.append(was_there)
         rows += part.rows
         entries += mine
+    if not sum(map(len, parts)):
+        raise DataError(
+            "every row is a copy of a trained one",
+            where="data.deduplicate",
+            fix="give other rows to evaluate, or a share of the training data: data.eval: 2%",
+        )
     check_dropped(rows, options)
     meta = [part.store.meta for part in parts]
     summary = summary_of(
@@ -343,7 +359,7 @@ def prepare(
         sources=[
             {
                 "name": part.name,
-                "samples": len(part.store),
+                "samples": len(part),
                 "weight": part.share.weight,
                 "epochs": part.share.epochs,
                 "cached": was_there,
@@ -358,8 +374,8 @@ def prepare(
         num_trained_of=lambda index: sum(part.store.num_trained_of(index) for part in parts),
     )
     summary |= {"totals": _totals(rows), "dropped": dropped_rows(entries)}
-    seen = vision if summary["totals"]["images"] else None
-    summary |= {"vision": seen.digest} if isinstance(seen, Vision) else {}
+    reads = vision if summary["totals"]["images"] else None
+    summary |= {"vision": reads.digest} if isinstance(reads, Vision) else {}
     return PreparedData(parts, summary)
 
 

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 Action = Literal["dropped", "cut", "repaired"]
 LEDGER, CHANGED = "dropped.jsonl", "changed.jsonl"
+LEFT_OUT = frozenset({"too_short", "duplicate"})
+"""Reasons of dropped rows that the recipe asks to leave out: nothing is wrong with them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class FileCounts:
     rows: int = 0
     kept: int = 0
     dropped: int = 0
+    left_out: int = 0
     cut: int = 0
     repaired: int = 0
     not_chosen: int = 0
@@ -344,7 +347,7 @@ def _row_hash() -> "hashlib.blake2b":
 
 # -- keys -----------------------------------------------------------------------------------------
 
-CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")
+CACHE_ONLY_OPTIONS = ("deduplicate", "max_dropped", "num_workers", "cache_dir")
 """Options that do not change a sample."""
 
 STALE_SECONDS = 24 * 3600

@@ -447,7 +447,7 @@ class Block:
             return  # the same rows again
         self._entries += entries
         self._num_rows += len(run)
-        self._num_dropped += len(run) - batch.num_kept
+        self._num_dropped += len(run) - batch.num_kept - batch.num_left_out
         self._check_dropped()
         if not self._samples and self._num_rows >= max(FEWEST_ROWS_TO_JUDGE, self.stream.buffer):
             raise DataError(

@@ -354,12 +354,13 @@ def _losses(summary: Mapping[str, Any]) -> list[Finding]:
     share_lost = lost / max(trained + lost, 1)
     most_lost = max(MAX_LOST_SHARE, allowed) if isinstance(allowed, float) else MAX_LOST_SHARE
     share_trained = trained / max(totals["tokens"], 1)
+    left_out = f"{n} left out as data says, " if (n := totals["left_out"]) else ""
     few = "; few, since the prompts are so long" if share_trained < MIN_TRAINED_SHARE else ""
     return [
         Finding(
             "rows",
             "error" if too_many else "warning" if totals["dropped"] else "ok",
-            f"{totals['kept']} of {rows} rows kept, {totals['dropped']} dropped "
+            f"{totals['kept']} of {rows} rows kept, {left_out}{totals['dropped']} dropped "
             f"({totals['dropped'] / max(rows, 1):.2%}; {above} is an error){reasons('dropped')}",
             "fix the rows that trainkit data check names, or allow more with data.max_dropped "
             "(10%)",

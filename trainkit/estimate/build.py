@@ -45,7 +45,7 @@ from trainkit.models.proof.plan import give_plan, plan_for
 from trainkit.models.proof.replica import code_signature, signature, with_layers
 from trainkit.models.tiled import tile
 from trainkit.models.vocabulary import vocabulary_ends
-from trainkit.options.model import LORA_OPS, OPS
+from trainkit.options.model import LORA_OPS, OPS, LoraOptions
 from trainkit.patching import patch
 
 NAME = "shapes"

@@ -7,7 +7,7 @@ A model's place, its revision and whether code that comes with it may run travel
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class RunSettings:
     quantize: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
-    lora: LoraOptions = LoraOptions()
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
 
 def run_settings(run: Path | None) -> RunSettings:

@@ -23,6 +23,7 @@ from trainkit.auto_class import holds_experts
 from trainkit.errors import ModelError, RecipeError
 from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import num_elements, whole_shape
+from trainkit.patterns import has_part
 
 if TYPE_CHECKING:
     from trainkit.kernels.lora.products import Unpack
@@ -106,7 +107,7 @@ def layers_named(names: Iterable[str], parts: Iterable[str], where: str) -> set[
     found: set[str] = set()
     names = [*names]
     for part in parts:
-        named = {name for name in names if f".{part}." in f".{name}."}
+        named = {name for name in names if has_part(name, [part])}
         if not named:
             raise ModelError(
                 f"no linear layer of the model has {part} in its name",

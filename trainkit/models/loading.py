@@ -68,9 +68,7 @@ def load_model(
     reads_parts: Callable[[nn.Module], bool] | None = None,
     alone: bool = False,
 ) -> PreTrainedModel:
-    """Load (or, with ``init: random``, build) the model; ``use_cache`` is off for training.
-
-    Embedding and head have rows for the tokens that the recipe adds.
+    """Load, or with ``init: random`` build, the model with the recipe's new tokens, without cache.
 
     Args:
         source: where from.

@@ -38,7 +38,10 @@ _STATES = "_packed_stacks"
 
 
 def quantize_to_nf4(
-    model: Any, device: torch.device, dtype: torch.dtype, kept: Collection[str] = (),
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    kept: Collection[str] = (),
     lora: LoraOptions | None = None,
 ) -> None:
     """Pack a loaded model's linear layers and experts, layer by layer, in place.

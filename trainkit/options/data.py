@@ -257,6 +257,16 @@ class SampleOptions(Section):
     append_eos: bool = Field(
         False, description="End every answer that the template leaves open with the eos token."
     )
+    min_length: int = Field(
+        1,
+        ge=1,
+        description="Shorter samples, in tokens, are left out; they do not count as max_dropped.",
+    )
+    deduplicate: bool = Field(
+        False,
+        description="Leave out rows that are exact copies of one before: the same tokens, images "
+        "and mask. Of evaluation data, also copies of trained rows.",
+    )
     max_dropped: Annotated[
         int | float | None,
         BeforeValidator(_count_or_share, json_schema_input_type=int | float | str | None),
@@ -309,6 +319,12 @@ class DataSection(SampleOptions, _Files):
                 "data.train",
                 "every source has weight 0, so there is nothing to train on",
                 "give one of them a weight above 0",
+            )
+        if self.streaming and self.deduplicate:
+            raise broken_rule(
+                "data.deduplicate",
+                "a stream does not keep what it has read",
+                "remove streaming, or leave the copies out of the files",
             )
         if self.streaming and self.eval_part is not None:
             raise broken_rule(

@@ -554,9 +554,8 @@ def prepare_run_data(
     pad_token_id = _padding(tokenizer, options.num_embeddings)
     book = Ledger(ledger)
     kept_back: PreparedData | None = None
-    prepared = partial(
-        prepare, tokenizer=tokenizer, options=options, ledger=book, progress=progress, vision=vision
-    )
+    seen = set[bytes]()
+    prepared = partial(prepare, tokenizer=tokenizer, options=options, ledger=book, vision=vision)
 
     def shape(length: int, names: Sequence[str]) -> RowShape:
         wanted = len(names) > 1 if per_source_loss is None else per_source_loss
@@ -580,7 +579,7 @@ def prepare_run_data(
         training = objective.training_data(samples, rows, stream)
         notes = [note for source in summary["sources"] for note in source_notes(source)]
     else:
-        data = prepared(train)
+        data = prepared(train, progress=progress, seen=seen)
         if held_out is not None:
             data, kept_back = hold_out(data, held_out)
         training = batches(data, options.seed if shuffle else None)
@@ -589,7 +588,7 @@ def prepare_run_data(
         parts = parts_of(data, packing=packing, shuffle=shuffle)
     refuse_unfit(summary)
     if evaluation:
-        kept_back = prepared(evaluation, is_evaluation=True)
+        kept_back = prepared(evaluation, is_evaluation=True, progress=progress, seen=seen)
         held = kept_back.summary
         notes += [*notes_of(held, "evaluation data"), *held["listed_twice"]]
     book.close()

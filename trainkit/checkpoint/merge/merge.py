@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class MergeOptions:
     """
 
     quantize: str | None = None
-    lora: LoraOptions = LoraOptions()
+    lora: LoraOptions = field(default_factory=LoraOptions)
     compute_dtype: str | None = None
     base: Base = "original"
     dtype: str | None = None

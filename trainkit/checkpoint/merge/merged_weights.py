@@ -19,8 +19,8 @@ from trainkit.checkpoint.weights.reader import TensorInfo
 from trainkit.errors import CheckpointError
 from trainkit.kernels.fp8.function import fits_fp8, fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
-from trainkit.models.linears import skipped_layers
 from trainkit.options import LoraOptions
+from trainkit.patterns import has_part
 
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
@@ -45,20 +45,19 @@ def quantized_names(
     model = empty_model(config, trust_remote_code=trust_remote_code)
     lora = lora or LoraOptions()
     head = None if lora.quantize_head else model.get_output_embeddings()
-    skipped = skipped_layers(model, lora.quantize_skip)
     stacks = {
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
         if experts and parameter.dim() == 3 and holds_experts(name, module)
-        if name not in skipped
+        if not has_part(name, lora.quantize_skip)
     }
     stay = ROUTERS if stacks else ()
     return stacks | {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
-        if name.rpartition(".")[2] not in stay and name not in skipped
+        if name.rpartition(".")[2] not in stay and not has_part(name, lora.quantize_skip)
     }
 
 
