@@ -31,7 +31,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
 TEXTS = ("instruction", "input", "output", "text", "problem", "task", "expected_output", "title")
-TEXTS += ("user_content", "tool_name")
+TEXTS += ("user_content", "tool_name", "snippet", "recommendation")
 SPOKEN = {"user": "human", "assistant": "gpt", "system": "system"}
 
 
@@ -103,6 +103,7 @@ def texts_of(file: Path, templates: dict[str, str], template: str | None) -> tup
     tok.tokenizer, names = tok, {"__name__": "__main__", "__file__": str(file)}
     with (
         patch("datasets.load_dataset", load),
+        patch("datasets.Dataset.from_json", lambda path: load(path, split="train")),
         patch("trl.SFTTrainer", trainer),
         patch("trl.SFTConfig", dict),
         patch("transformers.TrainingArguments", dict),
