@@ -36,7 +36,7 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 375, "code": 60_200, "words": 9_950},
-    "tests": {"code": 42_400},
+    "tests": {"code": 42_500},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_730},
 }

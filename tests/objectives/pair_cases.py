@@ -89,21 +89,33 @@ def make_trainer(
     return trainer, data
 
 
-def answers_of(model, pairs):
-    """(pairs, 2) log-probabilities from full logits and softmax, written out, and tokens."""
+def answers_of(model, pairs, every=False):
+    """(pairs, 2) log-probabilities from full logits and softmax, written out, and tokens.
+
+    With ``every`` they are of prompt and answer.
+    """
     sums, lengths = [], []
     for sample in (sample for items in pairs for sample in items):
         ids = torch.tensor(sample["input_ids"], dtype=torch.long)[None]
         log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
         taken = log_p.gather(1, ids[0, 1:, None])[:, 0]
-        scored = torch.tensor(sample["loss_mask"])[1:] > 0
+        scored = (torch.tensor(sample["loss_mask"])[1:] > 0) | every
         sums.append(taken[scored].sum())
         lengths.append(int(scored.sum()))
     return torch.stack(sums).view(-1, 2), torch.tensor(lengths).view(-1, 2)
 
 
-def wanted_loss(objective, preference, sums, reference, lengths):
-    """Each pair's loss as the papers and TRL write it, with exp and log only."""
+def wanted_loss(objective, preference, sums, reference, lengths, learnt=None):
+    """Each pair's loss as the papers and TRL write it, with exp and log only.
+
+    ``learnt`` is the mean log-probability that orpo's cross entropy is of, if not the better
+    answer's.
+    """
+    besides = -preference.get("sft_weight", 0.0) * (sums / lengths)[:, 0]
+    return besides + _compared(objective, preference, sums, reference, lengths, learnt)
+
+
+def _compared(objective, preference, sums, reference, lengths, learnt):
 
     def log_sigmoid(x):
         return -(1 + (-x).exp()).log()
@@ -116,7 +128,8 @@ def wanted_loss(objective, preference, sums, reference, lengths):
         return -log_sigmoid(beta * (means[:, 0] - means[:, 1]) - gamma)
     if objective == "orpo":
         odds = means - (1 - means.exp()).log()
-        return -means[:, 0] - beta * log_sigmoid(odds[:, 0] - odds[:, 1])
+        learnt = means[:, 0] if learnt is None else learnt
+        return -learnt - beta * log_sigmoid(odds[:, 0] - odds[:, 1])
     ratios = sums - reference
     if kind == "ipo" or preference.get("length_normalized"):
         ratios = ratios / lengths
@@ -149,7 +162,11 @@ def fp64_step(trainer, pairs, objective, preference, lora):
         with torch.no_grad(), model.disable_adapter():
             reference, _ = answers_of(model, pairs)
     sums, lengths = answers_of(model, pairs)
-    loss = wanted_loss(objective, preference, sums, reference, lengths).mean()
+    learnt = None
+    if preference.get("sft_prompt"):
+        whole, tokens = answers_of(model, pairs, every=True)
+        learnt = whole[:, 0] / tokens[:, 0]
+    loss = wanted_loss(objective, preference, sums, reference, lengths, learnt).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.item(), gradients, (sums.detach(), reference, lengths)

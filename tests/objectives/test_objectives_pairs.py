@@ -79,6 +79,22 @@ def test_losses_without_a_reference(objective, lora, tmp_path):
     held_against_fp64(tmp_path, objective=objective, lora=lora)
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("objective", "preference"),
+    [
+        ("orpo", {"sft_prompt": True}),
+        ("simpo", {"sft_weight": 1.0}),
+        ("dpo", {"sft_weight": 0.3}),
+        ("dpo", {"loss": "ipo", "sft_weight": 0.3}),
+    ],
+    ids=["orpo", "cpo-simpo", "rpo", "ipo"],
+)
+def test_the_cross_entropy_next_to_the_loss(objective, preference, packing, tmp_path):
+    given = {"objective": objective, "preference": preference, "packing": packing}
+    held_against_fp64(tmp_path, **given, patched=packing, batch=2)
+
+
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_figures_have_their_names_and_values(packing, patched, tmp_path):
@@ -184,6 +200,8 @@ BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objecti
         ({"training": {"label_smoothing_factor": 0.1}}, "training.label_smoothing_factor"),
         ({"preference": {"loss": "ipo", "label_smoothing": 0.1}}, "preference.label_smoothing"),
         ({"objective": "orpo", "preference": {"loss": "ipo"}}, "preference.loss"),
+        ({"objective": "orpo", "preference": {"sft_weight": 0.1}}, "preference.sft_weight"),
+        ({"preference": {"sft_prompt": True}}, "preference.sft_prompt"),
         ({"objective": "sft", "preference": {}}, "preference"),
     ],
 )

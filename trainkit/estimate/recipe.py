@@ -165,6 +165,7 @@ _NO_REFERENCE = "the time in which a reference is asked is left out"
 _LEFT_OUT = {
     "dpo": _NO_REFERENCE,
     "kto": f"{_NO_REFERENCE}, and the pass over foreign answers",
+    "dft": "of a trained head the second product over the vocabulary is left out",
     "orpo": "of a trained head the second product over the vocabulary is left out",
     "simpo": "of a trained head the second product over the vocabulary is left out",
     "reward": "it takes less: its head has one output",

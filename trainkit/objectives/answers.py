@@ -121,12 +121,16 @@ class AnswerLoss:
         reference = stored
         if stored is None and self.has_reference:
             reference = self.reference(model, inputs)
-        sums, lengths = answer_sums(model, inputs)
+        sums, lengths = self.answers(model, inputs)
         # The loader fills batches up with samples without a token.
         is_real = (lengths.view(-1, self.together) > 0).all(1)
         losses, found = self.compare(sums, reference, lengths.clamp(min=1), is_real)
         figures.add(found)
         return torch.where(is_real, losses, 0).sum() + 0 * sums.sum()
+
+    def answers(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(A,) log-probabilities of the answers, and their tokens."""
+        return answer_sums(model, inputs)
 
     def reference(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """(A, columns) of the same batch without adapters, dropout and gradients."""

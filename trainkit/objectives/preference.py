@@ -5,15 +5,16 @@ Everything is a function of the answers' log-probabilities, summed over their to
 A answers, twice the pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from trainkit.objectives.answers import AnswerLoss, answer_objective
 from trainkit.options import PreferenceOptions
+from trainkit.options.data import IGNORE_INDEX
 
 # -- The losses of pairs --------------------------------------------------------------------------
 
@@ -105,6 +106,8 @@ class PairLoss(AnswerLoss):
         sums, lengths = sums.view(-1, 2), lengths.view(-1, 2)
         before = None if reference is None else reference.view(-1, 2)
         rewards, losses = self.rewarded(sums, before, lengths, is_real)
+        if self.options.sft_weight:
+            losses = losses - self.options.sft_weight * sums[:, 0] / lengths[:, 0]
         found = reward_figures(rewards, lengths, is_real)
         for side, name in enumerate(("chosen", "rejected")):
             taken = sums[:, side], lengths[:, side], is_real
@@ -141,12 +144,41 @@ class DpoLoss(PairLoss):
 class OrpoLoss(PairLoss):
     """Each pair: the better answer's mean cross entropy, and beta times the loss of the odds."""
 
+    _prompts: tuple[Tensor, Tensor] | None = None
+    """(pairs,) log-probabilities of the better answers' prompts and their tokens, if they train."""
+
+    def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
+        """As before, with the prompts of better answers as answers of their own, behind all."""
+        found = super().num_items(batch, num_trained_tokens)
+        if self.options.sft_prompt:
+            ids, labels = batch["answer_ids"], batch["labels"]
+            starts = ids != torch.roll(ids, 1, 1)  # which nothing before predicts
+            starts[:, 0] = True
+            prompts = (ids >= 0) & (ids % 2 == 0) & (labels == IGNORE_INDEX) & ~starts
+            batch["labels"] = torch.where(prompts, batch["input_ids"], labels)
+            predicts = torch.roll(prompts, -1, 1)  # a token belongs to whom the next one does
+            batch["answer_ids"] = torch.where(predicts, batch["num_answers"] + ids // 2, ids)
+            batch["num_trained_tokens"] += int(prompts.sum())
+            batch["num_answers"] += batch["num_answers"] // 2
+        return found
+
+    def answers(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """As before, without the prompts, which are kept for the loss."""
+        sums, lengths = super().answers(model, inputs)
+        num = len(sums) * 2 // 3 if self.options.sft_prompt else len(sums)
+        self._prompts = sums[num:], lengths[num:]
+        return sums[:num], lengths[:num]
+
     def rewarded(
         self, sums: Tensor, reference: Tensor | None, lengths: Tensor, is_real: Tensor
     ) -> tuple[Tensor, Tensor]:
         means = torch.where(is_real[:, None], sums / lengths, -1.0)
         odds = log_odds(means[:, 0]) - log_odds(means[:, 1])
-        return self.beta * means, -means[:, 0] - self.beta * logsigmoid(odds)
+        learnt = means[:, 0]
+        if self.options.sft_prompt and self._prompts is not None:
+            (prompts, tokens), self._prompts = self._prompts, None
+            learnt = (sums[:, 0] + prompts) / (lengths[:, 0] + tokens)
+        return self.beta * means, -learnt - self.beta * logsigmoid(odds)
 
 
 class SimpoLoss(PairLoss):

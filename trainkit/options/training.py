@@ -15,6 +15,7 @@ from trainkit.options.section import CONSENT, OnResume, Section, broken_rule, on
 
 OBJECTIVE_NAMES: dict[str, str] = {
     "sft": "the mean cross entropy of the trained tokens",
+    "dft": "the same with each token weighed by its own probability",
     "dpo": "how far the better of two answers is ahead, against the model before training",
     "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
     "kto": "answers that are good or bad by themselves, against the model before training",
@@ -86,6 +87,16 @@ class PreferenceOptions(Section):
     )
     length_normalized: bool = Field(
         False, description="Of dpo: divide an answer's log-ratio by its tokens; ipo always does."
+    )
+    sft_weight: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Of dpo and simpo: what the better answer's mean cross entropy weighs next to "
+        "the loss (others' rpo_alpha, cpo_alpha, pref_ftx).",
+    )
+    sft_prompt: bool = Field(
+        False, description="Of orpo: its cross entropy is over the prompt, too, as TRL's is."
     )
     precompute_reference: bool | None = Field(
         None,

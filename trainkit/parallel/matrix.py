@@ -231,14 +231,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
-        lambda one: one.objective in COMPARING and one.computes_fp8,
-        "log-probabilities of answers have not been held against fp64 with products in fp8",
+        lambda one: one.objective in {*COMPARING, "dft"} and one.computes_fp8,
+        "log-probabilities of single tokens have not been held against fp64 with products in fp8",
         "remove model.fp8 or lora.quantize: fp8",
     ),
     Refusal(
         "objective",
-        lambda one: one.objective in COMPARING and (one.tensor > 1 or one.optim_in_backward),
-        "answers have not been compared with split products, or with steps in the backward pass",
+        lambda one: (
+            one.objective in {*COMPARING, "dft"} and (one.tensor > 1 or one.optim_in_backward)
+        ),
+        "log-probabilities of single tokens have not been held against fp64 with split products, "
+        "or with steps in the backward pass",
         "remove parallel.tensor or optim_in_backward",
     ),
     Refusal(

@@ -93,7 +93,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        of_objectives = (_of_preferences, _of_distillation)
+        of_objectives = (_of_preferences, _of_dft, _of_distillation)
         for rules in (_of_models, _of_rates, *of_objectives, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
@@ -333,6 +333,7 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
     )
     owners |= dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",))
     owners |= {"center_rewards": ("reward",), "beta": tuple(sorted(COMPARING - {"reward"}))}
+    owners |= {"sft_weight": ("dpo", "simpo"), "sft_prompt": ("orpo",)}
     owners |= {"gamma": ("simpo",), "precompute_reference": tuple(sorted(REFERRING))}
     options = given or PreferenceOptions()
     if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
@@ -355,6 +356,20 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             f"{lora.init_lora_weights} takes a part out of the base's weights, so without its "
             "adapters the base is not the model before training",
             "remove it",
+        )
+
+
+def _of_dft(recipe: Recipe) -> Iterator[Broken]:
+    """Recipes that weigh tokens by their probability."""
+    if recipe.objective != "dft":
+        return
+    if recipe.data.per_source_loss:
+        yield ("data.per_source_loss", "dft's loss is not kept apart by source", "remove it")
+    if recipe.training.get("label_smoothing_factor"):
+        yield (
+            "training.label_smoothing_factor",
+            "a token is weighed by its own probability, which smoothing has no part in",
+            "remove it, or set objective: sft",
         )
 
 

@@ -1,0 +1,123 @@
+"""Dynamic fine-tuning against the plain model in fp64, and against itself cut otherwise."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from objectives.pair_cases import cut_otherwise
+from objectives.preference_cases import make_data
+from objectives.test_objectives_distill import conversation
+from tiny import make_qwen2, make_tokenizer
+from transformers import TrainerCallback, set_seed
+
+from trainkit.errors import RecipeError
+from trainkit.objectives.table import OBJECTIVES
+from trainkit.recipe import Recipe
+
+NUM_ROWS = 12
+
+
+def make_trainer(root, *, packing=False, patched=False, **options):
+    from lab import Lab
+
+    from trainkit.patching import patch
+
+    mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
+    mine.mkdir(parents=True)
+    rows = [conversation(number) for number in range(NUM_ROWS)]
+    data = make_data(mine, rows, objective=OBJECTIVES["dft"], packing=packing, max_length=128)
+    trainer = Lab(make_tokenizer(), Path(root)).trainer(
+        "run",
+        prepare=patch if patched else None,
+        given={"train_data": data.train, "eval_data": data.eval, "objective": OBJECTIVES["dft"]},
+        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
+    )
+    return trainer, data
+
+
+def wanted(model, samples):
+    """As TRL's `dft_loss` and LLaMA-Factory's have it: -p log p, p without gradient."""
+    losses, plain, weights = [], [], []
+    for sample in samples:
+        ids = torch.tensor(sample["input_ids"], dtype=torch.long)[None]
+        log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        taken = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        taken = taken[torch.tensor(sample["loss_mask"])[1:] > 0]
+        losses.append(-taken.exp().detach() * taken)
+        plain.append(-taken)
+        weights.append(taken.exp())
+    return [torch.cat(each).mean() for each in (losses, plain, weights)]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+def test_a_step_is_autograds_on_full_logits(patched, packing, tmp_path):
+    trainer, data = make_trainer(
+        tmp_path, patched=patched, packing=packing, batch=2, accumulate=2, max_steps=1, optim="sgd",
+        learning_rate=0.0,
+    )  # fmt: skip
+    trainer.model.double()
+    found = {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            found.update({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    trainer.add_callback(Gradients())
+    evaluated = trainer.evaluate()
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    set_seed(1)
+    model = make_qwen2(len(trainer.tokenizer)).double()
+    data.train.samples.set_epoch(0)
+    taken = [data.train.samples[place] for place in range(4)]
+    taken = [sample for item in taken for sample in item] if packing else taken
+    loss, plain, weight = wanted(model, taken)
+    loss.backward()
+    # Both in fp64 but for the plain model's fp32 norms, positions and softmax.
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert row["cross_entropy"] == pytest.approx(plain.item(), rel=1e-6)
+    assert row["probability"] == pytest.approx(weight.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+    every = [data.eval.samples[place] for place in range(len(data.eval.samples))]
+    every = [sample for item in every for sample in item] if packing else every
+    with torch.no_grad():
+        assert evaluated["eval_loss"] == pytest.approx(wanted(model, every)[0].item(), rel=1e-6)
+    assert evaluated["eval_probability"] > 0
+
+
+def train(root, **options):
+    """What a rank logs, and its evaluation."""
+    Path(root).mkdir(exist_ok=True)
+    trainer, _ = make_trainer(root, **options)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    found = [[row[key] for key in ("loss", "grad_norm", "cross_entropy")] for row in rows]
+    return [*found, [trainer.evaluate()["eval_loss"]]]
+
+
+def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
+    wide, *others = cut_otherwise(train, tmp_path, max_steps=3)
+    for other in others:
+        for mine, theirs in zip(wide, other, strict=True):
+            assert theirs == pytest.approx(mine, rel=5e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"training": {"label_smoothing_factor": 0.1}}, "training.label_smoothing_factor"),
+        ({"data": {"train": ["d.jsonl"], "per_source_loss": True}}, "data.per_source_loss"),
+        ({"model": {"name_or_path": "m", "fp8": True}}, "objective"),
+        ({"model": {"name_or_path": "m", "router_aux_loss": 0.1}}, "model.router_aux_loss"),
+        ({"optim_in_backward": True, "training": {"max_grad_norm": 0}}, "objective"),
+        ({"preference": {}}, "preference"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(change, where):
+    base = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objective": "dft"}
+    with pytest.raises(RecipeError) as caught:
+        Recipe(**{**base, **change})
+    assert where in str(caught.value)
