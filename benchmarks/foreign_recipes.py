@@ -257,6 +257,8 @@ def llamafactory_v1(given: dict[str, Any]) -> dict[str, Any]:
         "data.max_length": args["cutoff_len"],
         "is_lora": peft.get("name") == "lora",
     }
+    if not given.get("optim_config"):
+        found["training.weight_decay"] = 0.01  # torch's own
     if found["is_lora"]:
         found |= {"lora.r": peft["r"], "lora.alpha": peft["lora_alpha"]}
     return found
