@@ -22,9 +22,17 @@ def run(tmp_path_factory, loud_model, tiny_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def evaluated(run, sets):
+def tasks(sets):
+    """Those of the harness, and a file of rows."""
+    rows = [{"prompt": f"Say {number}." * number, "response": "1"} for number in range(1, 6)]
+    (sets / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"boolq,gsm8k,mmlu_anatomy,{sets / 'rows.jsonl'}"
+
+
+@pytest.fixture(scope="module")
+def evaluated(run, sets, tasks):
     """One evaluation of the run, which all tests look at."""
-    arguments = ["eval", str(run), "--tasks", "boolq,gsm8k,mmlu_anatomy", "--data", str(sets)]
+    arguments = ["eval", str(run), "--tasks", tasks, "--data", str(sets)]
     assert main([*arguments, "--max-new-tokens", "6", "--device", "cpu"]) == 0
     (found,) = (run / "eval").iterdir()
     return found
@@ -71,11 +79,10 @@ def test_report_and_comparison_have_the_scores(run, evaluated, tmp_path):
     assert f"{6 - sum(right.values())} only the second answers" in verdict.words
 
 
-def test_two_ranks_find_what_one_does(run, sets, evaluated, tmp_path):
+def test_two_ranks_find_what_one_does(run, sets, tasks, evaluated, tmp_path):
     output = tmp_path / "two"
-    found = run_ranks(
-        "evals.rank_cases:evaluate", model=str(run), data=str(sets), output=str(output)
-    )
+    asked = {"model": str(run), "data": str(sets), "tasks": tasks}
+    found = run_ranks("evals.rank_cases:evaluate", **asked, output=str(output))
     assert [code for code, _ in found] == [0, 0]
     one, two = (json.loads((path / "results.json").read_text()) for path in (evaluated, output))
     assert one["scores"] == two["scores"]  # the hash of the prompts' ids included

@@ -65,11 +65,15 @@ class PromptRenderer:
         except RowError as error:
             raise DataError(error.detail, where="messages") from error
 
-    def answer_text(self, conversation: Conversation) -> str:
-        """The last turn as the template prints it behind its prompt."""
+    def expected(self, conversation: Conversation) -> str:
+        """The last turn in the words in which a model would have to write it."""
+        if not conversation.messages[-1].tool_calls:
+            return conversation.messages[-1].content
         prompt = self.text(conversation.first(len(conversation.messages) - 1))
         whole = self._rendered(conversation, generation=False)
-        return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
+        written = whole.removeprefix(prompt) if whole.startswith(prompt) else whole
+        ids = self._tokenizer.encode(written, add_special_tokens=False)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def input_ids(self, row: Row) -> list[int]:
         if isinstance(row, TokenRow):

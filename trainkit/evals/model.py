@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from trainkit.data.template import THINK_CLOSE, THINK_OPEN, own_template
 from trainkit.errors import DataError, ModelError
 from trainkit.evals.answers import Prompt, Writer, room_for
 from trainkit.evals.likelihood import Pair, Scorer
+from trainkit.evals.scores import Ranks
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """The variables by which chat templates switch thinking."""
@@ -227,19 +228,6 @@ class PromptRecord:
 
 MAX_NEW_TOKENS = 256
 """Where a task does not say; the harness's own."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Several processes with a copy of the model each; what they exchange is small and on the CPU.
-
-    Attributes:
-        gather: a value of every rank, on every rank.
-    """
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
 class TrainedModel(AskedAsTrained, TemplateLM):

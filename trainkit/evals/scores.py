@@ -1,10 +1,12 @@
 """Scores as they are kept: a row a figure, every sample, the files of an evaluation. No torch."""
 
+from __future__ import annotations
+
 import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,19 @@ from trainkit.places import fsync_directory
 from trainkit.run.files import explain_os_errors, jsonable
 from trainkit.run.metrics import RESULTS, SCORE_HEAD, score_cells
 from trainkit.terminal import aligned
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Several processes with a copy of the model each; what they exchange is small and on the CPU.
+
+    Attributes:
+        gather: a value of every rank, on every rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,16 @@ class Evaluation:
             "notes": list(self.notes),
             **self.settings,
         }
+
+    @classmethod
+    def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
+        """Evaluations of one model as one."""
+        return cls(
+            [score for part in parts for score in part.scores],
+            {task: rows for part in parts for task, rows in part.samples.items()},
+            {key: value for part in parts for key, value in part.settings.items()},
+            [note for part in parts for note in part.notes],
+        )
 
     def write(self, target: Path) -> None:
         """Write ``results.json`` and ``samples/TASK.jsonl``; the directory appears with both."""

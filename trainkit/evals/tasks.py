@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from trainkit.data.files import is_data
 from trainkit.errors import DataError, RecipeError, TrainkitError
 from trainkit.evals import readers, sandbox
 from trainkit.options.section import ask, nearest
@@ -118,6 +119,12 @@ def load_tasks(choice: TaskChoice) -> LoadedTasks:
     built: list[Any] = []
     names: dict[str, str] = {}
     for name in dict.fromkeys(choice.tasks):
+        if is_data(Path(name)):
+            raise RecipeError(
+                f"{name} is a file of rows, which generation_eval asks while a model trains",
+                where="eval_tasks.tasks",
+                fix=f"generation_eval: {{data: [{name}]}}",
+            )
         found = _own(name, managers)
         if found is None:
             if not Path(name).is_file():

@@ -1,20 +1,27 @@
-"""A loaded model before the benchmark harness: on its rank's device, with training's prompts."""
+"""A loaded model before benchmarks: the harness's, with training's prompts, and files of rows."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainkit.errors import ModelError, PatchError, RecipeError
+from trainkit.data.image_rows import as_turn
+from trainkit.data.messages import Conversation, RowError
+from trainkit.errors import DataError, ModelError, PatchError, RecipeError
+from trainkit.evals.metrics import contains, is_exact
+from trainkit.evals.scores import Evaluation, Ranks, Score
 from trainkit.infer.locate import ModelPaths, is_trained_on_texts, weights_digest
+from trainkit.infer.sampling import SamplingOptions
+from trainkit.options import ImageOptions, Source
 from trainkit.parallel import ProcessRank
 
 if TYPE_CHECKING:
-    from trainkit.evals.model import Ranks
     from trainkit.evals.tasks import LoadedTasks
     from trainkit.infer.engine import Engine
 
@@ -75,8 +82,6 @@ def check_thinking(asking: Asking, tasks: LoadedTasks) -> None:
 
 def start_ranks(process: ProcessRank) -> Ranks:
     """This process among those that torchrun has started; they exchange plain values over gloo."""
-    from trainkit.evals.model import Ranks
-
     if process.world_size == 1:
         return Ranks()
     import torch.distributed as dist
@@ -136,6 +141,136 @@ def harness_model(engine: Engine, asking: Asking, *, chat: bool, ranks: Ranks) -
 
 DEFAULT_CONTEXT = 2048
 """Tokens of a model that names no limit; the harness's own."""
+
+
+# -- Files of rows --------------------------------------------------------------------------------
+
+Files = Mapping[str, Sequence[Conversation]]
+"""The conversations of files, by the name under which their figures are kept."""
+
+_BATCH_SIZE, _MAX_NEW_TOKENS = 8, 256
+"""Where the command does not say; the second is the harness's own."""
+_JUDGES = {"exact_match": is_exact, "contains": contains}
+
+
+def read_files(tasks: Sequence[str], paths: ModelPaths, limit: int | None) -> Files:
+    """The conversations of files, with every image looked at; nothing large is loaded.
+
+    Raises:
+        DataError: a row cannot be asked: a question that is left out would change the score.
+    """
+    from trainkit.models.tokenizer import load_tokenizer
+    from trainkit.train.data import conversations_in
+    from trainkit.train.images import vision_of
+
+    def refuse(file: Path, line: int, error: RowError) -> NoReturn:
+        raise DataError(
+            f"{error.reason}: {error.detail}",
+            where=f"{file}:{line}",
+            fix="fix the row, or take it out: every row of a benchmark counts",
+        )
+
+    found: dict[str, Sequence[Conversation]] = {}
+    vision = vision_of(paths.source, load_tokenizer(paths.at(paths.tokenizer)))
+    for task in dict.fromkeys(tasks):
+        name = Path(task).name
+        if name in found:
+            raise RecipeError(f"two files are called {name}", where="--tasks", fix="rename one")
+        rows = list(conversations_in(Source(path=task), vision, ImageOptions(), refuse))
+        found[name] = rows[:limit]
+        if not rows:
+            raise DataError("there is no question in it", where=task)
+    return found
+
+
+def evaluate_files(
+    engine: Engine, files: Files, asking: Asking, ranks: Ranks, settings: Mapping[str, Any]
+) -> Evaluation:
+    """Have every turn of the assistant written, greedily, behind those of the row before it."""
+    scores: list[Score] = []
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in files.items():
+        turns = [
+            (row, turn)
+            for row in rows
+            for turn, message in enumerate(row.messages)
+            if message.role == "assistant" and turn > 0
+        ]
+        numbers = range(ranks.rank, len(turns), ranks.size)
+        shares = ranks.gather(_answered(engine, name, turns, numbers, asking))
+        samples[name] = sorted((row for own in shares for row in own), key=lambda r: r["doc_id"])
+        prompts = hashlib.sha256("\n".join(r["prompt_hash"] for r in samples[name]).encode())
+        for metric in _JUDGES:
+            values = [row[metric] for row in samples[name]]
+            stderr = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            scores.append(
+                Score(
+                    name, metric, fmean(values), stderr, 0, None, len(values), None,
+                    prompts.hexdigest(), is_main=metric == "exact_match",
+                )
+            )  # fmt: skip
+    every = [row for rows in samples.values() for row in rows]
+    cut = sum(not row["written"][0]["is_whole"] for row in every)
+    notes = [f"{cut} of {len(every)} answers were cut off before their end"] if cut else []
+    return Evaluation(scores, samples, settings, notes)
+
+
+def _answered(
+    engine: Engine,
+    name: str,
+    turns: Sequence[tuple[Conversation, int]],
+    numbers: Sequence[int],
+    asking: Asking,
+) -> list[dict[str, Any]]:
+    """The samples of some of a file's turns, those with prompts of like length asked together."""
+    from trainkit.evals.answers import after_thinking  # torch
+
+    sampling = SamplingOptions(
+        asking.max_new_tokens or _MAX_NEW_TOKENS, greedy=True, repetition_penalty=1.0
+    )
+    questions, sizes = {}, {}
+    for number in numbers:
+        row, turn = turns[number]
+        questions[number] = row.first(turn)
+        try:
+            engine.check_fit(questions[number])
+        except DataError as error:
+            where = f"{name}: answer {number + 1}"
+            raise DataError(error.what, where=where, fix=error.fix or "shorten it") from None
+        sizes[number] = len(engine.prompt_ids(questions[number]))
+    found, waiting = [], sorted(numbers, key=sizes.__getitem__)
+    for start in range(0, len(waiting), size := asking.batch_size or _BATCH_SIZE):
+        batch = waiting[start : start + size]
+        answers = engine.answer_batch([questions[number] for number in batch], sampling)
+        for number, answer in zip(batch, answers, strict=True):
+            row, turn = turns[number]
+            target = engine.expected(row.first(turn + 1))
+            is_thinking, given = after_thinking(answer.text, thinks=False)
+            seen = [image.digest for image in engine.images(questions[number])]
+            doc = {"messages": [as_turn(each) for each in questions[number].messages]}
+            found.append(
+                {
+                    "doc_id": number,
+                    "doc": doc,
+                    "doc_hash": _hash(doc, target),
+                    "prompt_hash": _hash(answer.input_ids, seen),
+                    "target": target,
+                    "filtered_resps": [given],
+                    "filter": "none",
+                    "written": [
+                        {
+                            "text": answer.text,
+                            "is_whole": answer.finish == "stop" and not is_thinking,
+                        }
+                    ],
+                    **{metric: judge(given, target) for metric, judge in _JUDGES.items()},
+                }
+            )
+    return found
+
+
+def _hash(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def settings_of(paths: ModelPaths, asking: Asking, **more: Any) -> Mapping[str, Any]:

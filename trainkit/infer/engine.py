@@ -22,6 +22,7 @@ from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
 from trainkit.checkpoint.weights.reader import refuse_not_finite
 from trainkit.checkpoint.whole.manifest import UNPROVED, verify_model
 from trainkit.data import DataOptions
+from trainkit.data.images import Image
 from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
 from trainkit.data.prompt import PromptRenderer, conversation_of
@@ -104,9 +105,13 @@ class Engine:
         """The token ids of a question with the opening of an answer, as in training."""
         return self._renderer.input_ids(_as_row(question))
 
-    def check_images(self, question: Question) -> None:
-        """Refuse images that cannot be read, or that the model does not take."""
-        self._renderer.images(_as_row(question))
+    def images(self, question: Question) -> tuple[Image, ...]:
+        """Those of a question, in order; what cannot be read or is not taken is refused."""
+        return self._renderer.images(_as_row(question))
+
+    def expected(self, conversation: Conversation) -> str:
+        """The last turn of a conversation as the model would have to write it."""
+        return self._renderer.expected(conversation)
 
     def check_fit(self, question: Question) -> None:
         """Refuse a question that leaves no room for an answer."""

@@ -639,27 +639,18 @@ def read_conversations(
     Returns:
         The conversations, and how many rows are none, or have an image that cannot be read.
     """
-    options, sees = options or ImageOptions(), isinstance(vision, Vision)
-    folder = [] if options.folder is None else [Path(options.folder).absolute()]
     entries = Ledger(ledger)
-    conversations, why = [], ""
-    for source in sources:
-        for file in resolve_files(source.path):
-            for row in read_rows(file):
-                try:
-                    content = decode_row(row)
-                    if isinstance(vision, NoVision) and has_images(content):
-                        raise vision.error(f"{file}:{row.line}")
-                    parsed = read_row(content, source.format, source.columns, images=sees)
-                    if not isinstance(parsed, Conversation):
-                        raise RowError("no_messages", "the row is not a conversation")
-                    parsed = located(parsed, file.absolute().parent, *folder)
-                    if isinstance(vision, Vision):
-                        vision.load_all(parsed, Path(), options)
-                    conversations.append(validate(parsed, needs_assistant=True))
-                except RowError as error:
-                    why = why or f"{file}:{row.line}: {error.detail}"
-                    entries.add(Entry(str(file), row.line, "dropped", error.reason, error.detail))
+    why = ""
+
+    def drop(file: Path, line: int, error: RowError) -> None:
+        nonlocal why
+        why = why or f"{file}:{line}: {error.detail}"
+        entries.add(Entry(str(file), line, "dropped", error.reason, error.detail))
+
+    options = options or ImageOptions()
+    conversations = [
+        each for source in sources for each in conversations_in(source, vision, options, drop)
+    ]
     entries.close()
     if sources and not conversations:
         raise DataError(
@@ -668,6 +659,32 @@ def read_conversations(
             fix="give files with conversations in the messages format",
         )
     return conversations, entries.num("dropped")
+
+
+def conversations_in(
+    source: Source,
+    vision: Vision | NoVision | None,
+    options: ImageOptions,
+    drop: Callable[[Path, int, RowError], None],
+) -> Iterator[Conversation]:
+    """The conversations of a source; ``drop`` gets file, line and reason of every other row."""
+    folder = [] if options.folder is None else [Path(options.folder).absolute()]
+    for file in resolve_files(source.path):
+        for row in read_rows(file):
+            try:
+                content = decode_row(row)
+                if isinstance(vision, NoVision) and has_images(content):
+                    raise vision.error(f"{file}:{row.line}")
+                sees = isinstance(vision, Vision)
+                parsed = read_row(content, source.format, source.columns, images=sees)
+                if not isinstance(parsed, Conversation):
+                    raise RowError("no_messages", "the row is not a conversation")
+                parsed = located(parsed, file.absolute().parent, *folder)
+                if isinstance(vision, Vision):
+                    vision.load_all(parsed, Path(), options)
+                yield validate(parsed, needs_assistant=True)
+            except RowError as error:
+                drop(file, row.line, error)
 
 
 def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, Any]:

@@ -124,24 +124,12 @@ def evaluate_answers(
         given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids, pixels)
         for (number, turn, _), text in zip(batch, given, strict=True):
             conversation = conversations[number]
-            expected = _expected(renderer, tokenizer, conversation.first(turn + 1))
+            expected = renderer.expected(conversation.first(turn + 1))
             question = conversation.messages[turn - 1].content.replace(IMAGE, "<image>")
             scores = {metric.name: metric.judge(text, expected) for metric in metrics}
             exact = bool(is_exact(text, expected))
             answers.append(Answer(number, turn, question, expected, text, exact, scores))
     return GenerationEvalResult(tuple(sorted(answers, key=lambda a: (a.conversation, a.turn))))
-
-
-def _expected(
-    renderer: PromptRenderer, tokenizer: PreTrainedTokenizerBase, conversation: Conversation
-) -> str:
-    """The reference in the words in which the model would have to write it."""
-    message = conversation.messages[-1]
-    if not message.tool_calls:
-        return message.content
-    written = renderer.answer_text(conversation)
-    ids = tokenizer.encode(written, add_special_tokens=False)
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _generate(
@@ -209,8 +197,8 @@ def _answers(loop: LoopState) -> Mapping[str, float]:
 
 def _scores(loop: LoopState) -> Mapping[str, float]:
     from trainkit.evals.model import PromptStyle, TrainedModel
-    from trainkit.evals.model import Ranks as EvalRanks
     from trainkit.evals.run import evaluate_model
+    from trainkit.evals.scores import Ranks as EvalRanks
 
     run, tasks, loaded = loop.run, loop.run.recipe.eval_tasks, loop.run.tasks
     assert tasks is not None

@@ -271,7 +271,7 @@ class Chat:
             note("taken back" if self.history.undo() else "there is nothing to take back")
         elif word == "/image" and rest:
             images = (*self.images, str(Path(rest).expanduser().absolute()))
-            self.engine.check_images(self.history.with_question("", images))
+            self.engine.images(self.history.with_question("", images))
             self.images = images
             note(f"images that go with the next question: {len(images)}")
         elif word == "/save" and rest:

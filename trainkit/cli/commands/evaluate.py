@@ -1,6 +1,5 @@
 """``trainkit eval``: benchmarks of a trained model."""
 
-import functools
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,7 +27,8 @@ class Questions:
         str,
         typer.Option(
             help="Names with commas between: boolq, mmlu, gsm8k, humaneval, agieval, bbh, ceval, "
-            "a part of one (mmlu_anatomy), or any task of lm-evaluation-harness."
+            "a part of one (mmlu_anatomy), any task of lm-evaluation-harness, or files of rows as "
+            "for training, with images or without: charts.jsonl."
         ),
     ]
     data: Annotated[
@@ -60,6 +60,15 @@ class Questions:
         bool,
         typer.Option("--allow-code", help="Run the programs that the model writes (humaneval)."),
     ] = False
+
+    def choice(self) -> dict[str, Any]:
+        """As a recipe has them."""
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        if not names:
+            raise RecipeError("there is no task in it", where="--tasks", fix="--tasks boolq,mmlu")
+        data = None if self.data is None else str(self.data)
+        own = {"limit": self.limit, "shots": self.shots, "allow_code": self.allow_code}
+        return {"tasks": names, "data": data, **own}
 
 
 @expanded
@@ -94,15 +103,16 @@ def evaluate(
     Several GPUs of this host share the questions. HumanEval runs what the model writes, and needs
     --allow-code.
     """
+    from trainkit.data.files import is_data
     from trainkit.evals.scores import as_lines, check_free
     from trainkit.infer import benchmark
     from trainkit.run import RunDirectory
     from trainkit.run.report import write_report
 
-    benchmark.check_harness()
-    names = [name.strip() for name in questions.tasks.split(",") if name.strip()]
-    if not names:
-        raise RecipeError("there is no task in it", where="--tasks", fix="--tasks boolq,mmlu")
+    choice = questions.choice()
+    files = [name for name in choice["tasks"] if is_data(Path(name))]
+    if len(files) < len(choice["tasks"]):
+        benchmark.check_harness()
     paths = source.find()
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     target = benchmark.target_of(output, paths, stamp)
@@ -113,14 +123,9 @@ def evaluate(
         max_new_tokens,
         kernels,
     )
-    choice = {
-        "tasks": names,
-        "data": None if questions.data is None else str(questions.data),
-        "limit": questions.limit,
-        "shots": questions.shots,
-        "allow_code": questions.allow_code,
-    }
     check_free(target)
+    if files:
+        _refuse_of_files(files[0], questions, backend)
     if backend == "transformers":
         benchmark.on_all_gpus(list(context.obj or ()), held.device)
     with without_collection():
@@ -141,6 +146,23 @@ def evaluate(
         echo(str(target))
 
 
+def _refuse_of_files(name: str, questions: Questions, backend: str) -> None:
+    """Refuse options that do not act on files of rows, which are asked as training has them."""
+    given = {
+        "--shots": questions.shots is not None,
+        "--thinking": questions.thinking is not None,
+        "--no-chat-template": questions.chat_template is False,
+        "--backend vllm": backend == "vllm",
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise RecipeError(
+                f"it does not act on the rows of {name}, which are asked as they were trained",
+                where=option,
+                fix="leave it out, or evaluate the file by itself",
+            )
+
+
 def _ready(
     paths: "ModelPaths",
     asking: Any,
@@ -155,8 +177,8 @@ def _ready(
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
-    from trainkit.evals.run import evaluate_model
-    from trainkit.evals.tasks import TaskChoice, load_tasks
+    from trainkit.data.files import is_data
+    from trainkit.evals.scores import Evaluation, Ranks
     from trainkit.infer import benchmark
     from trainkit.parallel import ProcessRank
 
@@ -166,31 +188,43 @@ def _ready(
         if process.is_main:
             note(line)
 
-    wanted = TaskChoice(**choice)
-    tasks = load_tasks(wanted)
-    benchmark.check_thinking(asking, tasks)
+    tasks, limit = None, choice["limit"]
+    engine: Any = None
+    files = [name for name in choice["tasks"] if is_data(Path(name))]
+    rows = benchmark.read_files(files, paths, limit) if files else {}
+    others = [name for name in choice["tasks"] if name not in files]
+    if others:
+        from trainkit.evals.run import evaluate_model
+        from trainkit.evals.tasks import TaskChoice, load_tasks
+
+        tasks = load_tasks(TaskChoice(**{**choice, "tasks": others}))
+        benchmark.check_thinking(asking, tasks)
     if backend == "vllm":
         from trainkit.infer.vllm_backend import vllm_model
 
-        model, chat, ranks, is_patched = *vllm_model(paths, asking, held.dtype), None, False
+        model, chat = vllm_model(paths, asking, held.dtype)
+        ranks, is_patched = Ranks(), False
     else:
         ranks = benchmark.start_ranks(process)
         own = replace(held, device=benchmark.rank_device(held.device, process))
         engine = load(paths, own, None)
-        chat = benchmark.uses_chat(asking, paths, engine.tokenizer)
+        chat = not tasks or benchmark.uses_chat(asking, paths, engine.tokenizer)
         is_patched = asking.kernels and benchmark.patch(engine, say)
-        model = benchmark.harness_model(engine, asking, chat=chat, ranks=ranks)
+        model = tasks and benchmark.harness_model(engine, asking, chat=chat, ranks=ranks)
     say(f"chat template: {'on' if chat else 'off'}")
     settings = benchmark.settings_of(
-        paths, asking, shots=wanted.shots, backend=backend, dtype=held.dtype,
+        paths, asking, shots=choice["shots"], backend=backend, dtype=held.dtype,
         kernels=is_patched, processes=process.world_size,
     )  # fmt: skip
-    return functools.partial(
-        evaluate_model,
-        model,
-        tasks,
-        limit=wanted.limit,
-        chat=chat,
-        settings=settings,
-        gather=ranks.gather if ranks is not None else None,
-    )
+
+    def ask() -> "Evaluation | None":
+        found: list[Any] = []
+        if rows:
+            own = {**settings, "chat_template": True, "limit": limit}
+            found.append(benchmark.evaluate_files(engine, rows, asking, ranks, own))
+        if tasks is not None:
+            how = {"limit": limit, "chat": chat, "settings": settings, "gather": ranks.gather}
+            found.append(evaluate_model(model, tasks, **how))
+        return Evaluation.joined(found) if process.is_main else None
+
+    return ask
