@@ -44,6 +44,7 @@ from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
 from trainkit.models.proof.replica import code_signature, signature, with_layers
 from trainkit.models.tiled import tile
+from trainkit.models.vision import choose_parts
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options.model import LORA_OPS, OPS, LoraOptions
 from trainkit.patching import patch
@@ -303,8 +304,7 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     model = empty_model(config, trust_remote_code=False, dtype=dtype, **attends)
     for each in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         each.use_cache = False
-    for parameter in outside_text(model).values():
-        parameter.requires_grad_(False)
+    choose_parts(model, job.train)
     lora = LoraOptions() if job.adapters is None else job.adapters.options
     with torch.device("meta"):
         if job.base == "nf4":

@@ -63,7 +63,7 @@ class ModelShape:
         others: weights outside of layers, embedding and output layer.
         has_embeddings: not on a later stage of a pipeline.
         has_head: and what lies behind the layers; only on its last stage.
-        tower: weights that see images or hear, and are frozen.
+        tower: weights that see images or hear.
         ends: what the embedding, and an untied output layer, are called.
         stored: how the files hold the layers' weights, where they are quantised: ``nf4``, or the
             method's own name.
@@ -143,7 +143,7 @@ def stored_as(quantization: Any) -> str | None:
 _DECIDE = {
     *("r", "target_modules", "exclude_modules", "target_parameters", "experts", "experts_r"),
     *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize", "quantize_experts"),
-    *("quantize_skip", "quantize_head"),
+    *("quantize_skip", "quantize_head", "vision"),
 }
 """Keys of ``lora`` by which memory and time differ."""
 
@@ -189,6 +189,8 @@ class Job:
         tile_tokens: of which a feed-forward block computes at a time.
         keeps_gradient: the loss may be gone back through twice.
         tensor: ranks that share each matrix product.
+        train: parts of the model, without adapters.
+        has_images: among the rows, so that attention may need a mask of each row squared.
     """
 
     config: str
@@ -203,3 +205,12 @@ class Job:
     tile_tokens: int | None = None
     keeps_gradient: bool = True
     tensor: int = 1
+    train: tuple[str, ...] = ("text",)
+    has_images: bool = False
+
+    @property
+    def sees(self) -> bool:
+        """Whether something that sees images trains."""
+        if self.adapters is None:
+            return self.train != ("text",)
+        return self.adapters.options.vision

@@ -413,6 +413,24 @@ def _moments(plan: Plan, *, has_states: bool) -> Iterator[tuple[str, dict[str, f
 
 
 def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of the text model; and, around it, of what sees."""
+    seen, each = plan.seen, gradient_bytes(plan)
+    if seen is None:
+        yield from _moments_of_text(plan)
+        return
+    early = plan.accumulation > 1 or plan.flat
+    gradients = each * plan.trained * early
+    yield "the images", {"activations": seen.forward, "gradients": gradients}
+    for name, owners in _moments_of_text(plan):
+        more = 0.0 if name == STEP else seen.kept
+        yield name, {**owners, "activations": owners.get("activations", 0.0) + more}
+    gone = plan.trained if early else plan.trained - seen.trained
+    for done, most in seen.moving:
+        gradients = each * (gone + (0 if early else done))
+        yield "the backward pass of images", {"activations": most, "gradients": gradients}
+
+
+def _moments_of_text(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
     shape, recorded = plan.shape, plan.recorded
     each = gradient_bytes(plan)
     all_gradients = each * plan.trained

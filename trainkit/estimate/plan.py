@@ -12,7 +12,7 @@ from trainkit.estimate.job import Adapters, Job, Matrices, ModelShape
 from trainkit.options.model import ALL, LORA_OPS, OPS, Fp8Options
 
 if TYPE_CHECKING:
-    from trainkit.estimate.record import Layer, Recording
+    from trainkit.estimate.record import Layer, Recording, Seen
 
 ALL_OPS = frozenset((*OPS, *LORA_OPS))
 """Trainkit's kernels."""
@@ -66,6 +66,8 @@ class Plan:
         chunk_tokens: tokens whose logits the fused loss has at a time; None is its default.
         tile_tokens: of which a feed-forward block computes at a time; None is all of them.
         upcast: everything that is not quantised is fp32 (peft's prepare_model_for_kbit_training).
+        train: parts of the model, without adapters.
+        image_tokens: of a micro-batch, those that stand for images.
     """
 
     shape: ModelShape
@@ -111,6 +113,8 @@ class Plan:
     chunk_tokens: int | None = None
     tile_tokens: int | None = None
     upcast: bool = False
+    train: tuple[str, ...] = ("text",)
+    image_tokens: int = 0
 
     @property
     def dealt(self) -> list[list[int]]:
@@ -173,6 +177,8 @@ class Plan:
             tile_tokens=self.tile_tokens,
             keeps_gradient=not self.in_backward,
             tensor=self.tensor,
+            train=self.train,
+            has_images=self.image_tokens > 0,
         )
 
     @functools.cached_property
@@ -181,6 +187,15 @@ class Plan:
         from trainkit.estimate.record import record  # which needs torch
 
         return record(self.job, self.batch_size, -(-self.length // self.sequence))
+
+    @functools.cached_property
+    def seen(self) -> Seen | None:
+        """What images take; None without any."""
+        if not self.image_tokens:
+            return None
+        from trainkit.estimate.record import record_images
+
+        return record_images(self.job, self.image_tokens, recompute=self.recompute == 1)
 
     def fuses(self, op: str) -> bool:
         return op in self.ops and self.recorded.plain is None
@@ -211,11 +226,14 @@ class Plan:
     @property
     def trained(self) -> int:
         """Numbers, on this rank."""
+        shape = self.shape
+        if self.adapters is None and self.train == ("text",):
+            return shape.parameters
+        recorded = self.recorded
         if self.adapters is None:
-            return self.shape.parameters
-        shape, recorded = self.shape, self.recorded
+            return ("text" in self.train) * shape.parameters + recorded.trained_tower
         found = self.over_layers(lambda layer: layer.trained)
-        found += shape.has_embeddings * recorded.trained_embeddings
+        found += shape.has_embeddings * recorded.trained_embeddings + recorded.trained_tower
         return int(found + shape.has_head * recorded.trained_head)
 
     @property

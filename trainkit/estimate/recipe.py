@@ -6,7 +6,9 @@ import glob
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
 from trainkit.options.training import PAIRED
+from trainkit.options.vision import VISION
 from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
 from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
@@ -46,6 +49,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
     row = optimizer_row(training.get("optim"))
     part = split(shape, recipe.parallel.tensor)
     packs, together = recipe.data.packing, 2 if recipe.objective in PAIRED else 1
+    sees = shape.family in VISION and has_images(recipe)
     plan = Plan(
         shape=shape,
         batch_size=int(training.get(_ROWS, MICRO_BATCH)) * (1 if packs else together),
@@ -75,11 +79,36 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         paged=row.paged,
         slower=row.slower,
         stepping=(row.step_bytes, row.step_largest_bytes),
+        train=tuple(recipe.model.train),
         optimizer=optimizer_bytes(
             row, part, full=lora is None, rank=_rank(training), args=training.get("optim_args")
         ),
     )
+    # As many as a row may hold: the run itself counts those of its data.
+    plan = replace(plan, image_tokens=plan.tokens if sees else 0)
     return _recomputing(_in_fp8(plan, recipe), recipe)
+
+
+def has_images(recipe: Recipe) -> bool:
+    """Whether rows have images: of what sees something trains, or some of the first rows do."""
+    if recipe.model.train != ["text"] or (recipe.lora is not None and recipe.lora.vision):
+        return True
+    # Only here: an estimate begins without torch, which these bring.
+    from trainkit.data.files import is_data, read_rows
+    from trainkit.data.formats import decode_row
+    from trainkit.data.image_rows import has_images as have_images
+    from trainkit.data.messages import RowError
+
+    files = [file for source in recipe.data.train for file in _files(source.path)]
+    for file in filter(is_data, files):
+        with suppress(TrainkitError, RowError, OSError, EOFError):
+            if any(have_images(decode_row(row)) for row in islice(read_rows(file), _LOOKED_AT)):
+                return True
+    return False
+
+
+_LOOKED_AT = 20
+"""Rows of each file: which of them have images is not mixed in most."""
 
 
 def _base(lora: LoraOptions | None, shape: ModelShape) -> str | None:
@@ -156,6 +185,8 @@ def notes_of(recipe: Recipe, plan: Plan) -> list[str]:
             f"{row.name} keeps {row.paged:.3g} bytes of state a trained number in pages of host "
             "memory; the GPU holds what it has room for"
         )
+    if plan.image_tokens == plan.tokens:
+        found.append("every token is taken to be of an image: the most that rows can hold")
     if not recipe.data.packing:
         found.append("every row is taken to be data.max_length long: the worst batch, not the mean")
     return found

@@ -12,25 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainkit.auto_class import FAILURES
+from trainkit.auto_class import FAILURES, without_adapters
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
 from trainkit.models.recompute import is_cheap, is_kept
+from trainkit.models.vision import attend_in_tower, blank_images, parts_of, sees_ahead
+from trainkit.options.vision import VISION
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -61,6 +68,7 @@ class Tracker(TorchDispatchMode):
         self.phases: dict[str, Phase] = {}
         self.now = Phase()
         self.assumed: set[str] = set()
+        self.has_real_places = False
         self._all: set[int] = set()
         self.products: list[float] = []
         self._in_kernels = in_kernels
@@ -95,6 +103,11 @@ class Tracker(TorchDispatchMode):
         if name == "prim::device" and isinstance(args[0], FakeTensor):
             self.now.operations += 1
             return args[0].fake_device  # most of all calls; through the mode it takes 0.3 ms
+        if self.has_real_places and _is_of_places(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if name == "aten::index":
+            args = (args[0], [*itertools.chain(*map(self._places, args[1]))])
         if name in _OF_NUMBERS:
             self.assumed.add(name.removeprefix("aten::"))
             return self._guess(name, args[0])
@@ -129,6 +142,12 @@ class Tracker(TorchDispatchMode):
             self.takes(0.0)
         return result
 
+    def _places(self, index: Tensor | None) -> Sequence[Tensor | None]:
+        """What an index picks; of a mask all places, or they could not be counted."""
+        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+            return (index,)
+        return self._guess("aten::nonzero", index).unbind(1)
+
     def _guess(self, name: str, tensor: Tensor) -> Any:
         """One for a number, and yes only where all of something is asked for.
 
@@ -160,6 +179,16 @@ class Tracker(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, gone)
         self.live += size
         return True
+
+
+def _is_of_places(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation makes integers of nothing but such: towers ask where images are."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if tensors:
+        return not any(isinstance(each, FakeTensor) for each in tensors)
+    with unset_fake_temporarily():
+        made = func(*args, **{**kwargs, "device": "meta"})
+    return isinstance(made, Tensor) and not made.is_floating_point()
 
 
 def _is_the_engines(args: Sequence[Any]) -> bool:
@@ -246,6 +275,7 @@ class Recording:
         end: behind the first layer's backward pass.
         weights: bytes outside of layers, of the embedding and of the rest.
         trained_head: numbers of the output layer and what else lies outside of layers.
+        trained_tower: numbers of tower and projector.
         matrix: operations of products outside of layers.
         assumed: what a real step learns from numbers, and was assumed.
         plain: why no kernel was counted, where some were asked for.
@@ -261,6 +291,7 @@ class Recording:
     tower: float
     trained_embeddings: int
     trained_head: int
+    trained_tower: int
     trained_tensors: int
     matrix: float
     fp8: float
@@ -282,38 +313,36 @@ def record(job: Job, batch_size: int, length: int) -> Recording:
 
     With kernels, and where these fail on a model of the kind, without.
     """
+    found, failed = _tried(job, functools.partial(_step, batch_size=batch_size, length=length))
+    if failed is None:
+        return found
+    why = f"a step with them fails without numbers: {build.first_line(failed)}"
+    return replace(found, plain=why)
+
+
+def _tried(job: Job, step: Callable[..., _T]) -> tuple[_T, BaseException | None]:
+    """A step of a job's short model; and why it is one without kernels, where it is."""
     failed: BaseException | None = None
     for each in (job, replace(job, ops=frozenset())) if job.ops else (job,):
-        for attention in build.ATTENTIONS[job.masked :]:
+        masked = job.masked or (job.has_images and sees_ahead(build.config_of(job.config)))
+        for attention in build.ATTENTIONS[masked:]:
             try:
                 short = build.built(each, attention)
-                found = _recorded(short, each, batch_size, length)
-            except ModelError:
+                try:
+                    with short.fake, shapes_only() as in_kernels:
+                        return step(short, each, in_kernels), None if each is job else failed
+                finally:
+                    short.model.zero_grad(set_to_none=True)
+            except TrainkitError:  # of adapters, say: as a run would say it
                 raise
-            except TrainkitError as error:  # of adapters: as a run would say it
-                raise error
             except FAILURES as error:
                 failed = failed or error
-                continue
-            if each is not job:
-                assert failed is not None
-                why = f"a step with them fails without numbers: {build.first_line(failed)}"
-                return replace(found, plain=why)
-            return found
     assert failed is not None
     raise ModelError(
         f"no estimate: a step without numbers fails: {build.first_line(failed)}",
         where="model.name_or_path",
         fix="`trainkit sft --dry-run` measures one real step",
     ) from failed
-
-
-def _recorded(short: build.Built, job: Job, batch_size: int, length: int) -> Recording:
-    try:
-        with short.fake, shapes_only() as in_kernels:
-            return _step(short, job, batch_size, length, in_kernels)
-    finally:
-        short.model.zero_grad(set_to_none=True)
 
 
 class _AutocastOfGpu(TorchFunctionMode):
@@ -381,29 +410,144 @@ class _Watch:
 
 
 def _step(
-    short: build.Built, job: Job, batch_size: int, length: int, in_kernels: list[float]
+    short: build.Built, job: Job, in_kernels: list[float], *, batch_size: int, length: int
 ) -> Recording:
     model, layers = short.model, short.layers
     tracker = Tracker(short.known, in_kernels)
     ids = torch.zeros(batch_size, length, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids}
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if job.masked:
         batch["attention_mask"] = torch.ones_like(ids)
-    autocast: Any = contextlib.nullcontext()
-    if job.adapters is not None or job.upcast:
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     build.attention_notes.clear()
     with contextlib.ExitStack() as hooks, tracker:
+        if job.has_images and sees_ahead(model.config):  # in place of what a model makes of ids
+            row = (batch_size, 1, length, length)
+            kinds = ("full_attention", "sliding_attention")
+            batch["attention_mask"] = {kind: ids.new_ones(row, dtype=torch.bool) for kind in kinds}
         watch = _Watch(layers, tracker, hooks)
-        for each in model.parameters():
-            if each.requires_grad:
-                hooks.enter_context(each.register_post_accumulate_grad_hook(tracker.gives_away))
-        with autocast, _AutocastOfGpu(), build.quiet():
+        if job.sees:  # embedded tokens and images have a gradient
+            embed = model.get_input_embeddings()
+            hooks.enter_context(embed.register_forward_hook(lambda *args: args[2].requires_grad_()))
+        _give_away(model, tracker, hooks)
+        with as_computed(job):
             loss = model(**batch).loss
         loss.backward()
         tracker.begin("done")
         del loss
     return _recording(short, tracker, watch)
+
+
+def _give_away(model: nn.Module, tracker: Tracker, hooks: contextlib.ExitStack) -> None:
+    for each in model.parameters():
+        if each.requires_grad:
+            hooks.enter_context(each.register_post_accumulate_grad_hook(tracker.gives_away))
+
+
+@contextlib.contextmanager
+def as_computed(job: Job) -> Iterator[None]:
+    """A forward pass in the dtypes of a GPU's autocast, where a run has it."""
+    is_cast = job.adapters is not None or job.upcast
+    autocast: Any = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast)
+    with autocast, _AutocastOfGpu(), build.quiet():
+        yield
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What sees images, on those of a micro-batch.
+
+    Attributes:
+        kept: bytes that stay while the text model computes: pixels, features, and what is needed
+            to go back through what trains.
+        forward: the most bytes on the way there.
+        moving: in its backward pass, all that it keeps included.
+        trained: numbers.
+        matrix: operations of products.
+    """
+
+    kept: float
+    forward: float
+    moving: Frontier
+    trained: int
+    matrix: float
+
+
+@functools.lru_cache(maxsize=64)
+def record_images(job: Job, num_tokens: int, *, recompute: bool) -> Seen:
+    """Images of so many tokens, through tower and projector of a job's model and back."""
+
+    def seen(count: int) -> Seen:
+        return _tried(job, functools.partial(_look, num_tokens=count, recompute=recompute))[0]
+
+    family = VISION[build.config_of(job.config).model_type]
+    fewer, more = _LINE
+    if family.processor != "patches" or num_tokens <= more:
+        return seen(num_tokens)
+    # Its towers go from window to window, and what they take is a line.
+    low, high, times = seen(fewer), seen(more), (num_tokens - fewer) / (more - fewer)
+
+    def at(one: float, other: float) -> float:
+        return one + (other - one) * times
+
+    pairs = zip(low.moving, high.moving, strict=True)
+    return Seen(
+        kept=at(low.kept, high.kept),
+        forward=at(low.forward, high.forward),
+        moving=tuple((done, at(one, other)) for (_, one), (done, other) in pairs),
+        trained=high.trained,
+        matrix=at(low.matrix, high.matrix),
+    )
+
+
+_LINE = (64, 256)
+"""Tokens of the images that a line goes through."""
+
+
+def _look(
+    short: build.Built, job: Job, in_kernels: list[float], *, num_tokens: int, recompute: bool
+) -> Seen:
+    config, parts = short.model.config, parts_of(short.model)
+    trained = [p for part in ("projector", "vision") for p in parts[part] if p.requires_grad]
+    base = without_adapters(short.model).base_model
+    tower = base.get_submodule(VISION[config.model_type].tower)
+    attend_in_tower(tower)
+    tracker = Tracker(short.known, in_kernels)
+    tracker.has_real_places = True
+    with contextlib.ExitStack() as hooks, torch.set_grad_enabled(bool(trained)), tracker:
+        if recompute and trained:
+            hooks.enter_context(_recomputing(tower))
+        _give_away(short.model, tracker, hooks)
+        with as_computed(job):
+            seen = base.get_image_features(**blank_images(config, num_tokens), return_dict=True)
+        kept = tracker.live
+        tracker.begin("backward")
+        if trained:
+            given = [seen.pooler_output, getattr(seen, "deepstack_features", None)]
+            features = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+            torch.autograd.backward(features, [torch.zeros_like(each) for each in features])
+        tracker.begin("done")
+    forward, backward = tracker.phases["forward"], tracker.phases["backward"]
+    return Seen(
+        kept=kept,
+        forward=max(forward.most.values()),
+        moving=_frontier(backward, 0.0),
+        trained=sum(each.numel() for each in trained),
+        matrix=forward.matrix + backward.matrix,
+    )
+
+
+@contextlib.contextmanager
+def _recomputing(tower: nn.Module) -> Iterator[None]:
+    """Within, the layers of a tower are computed again in the backward pass."""
+    again = functools.partial(checkpoint, use_reentrant=False)
+    layers = [m for m in tower.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for each in layers:
+        each.gradient_checkpointing, each._gradient_checkpointing_func = True, again
+    try:
+        yield
+    finally:
+        for each in layers:
+            each.gradient_checkpointing = False
 
 
 def _frontier(phase: Phase | None, base: float) -> Frontier:
@@ -451,6 +595,7 @@ def _recording(short: build.Built, tracker: Tracker, watch: _Watch) -> Recording
     tower = {id(each) for each in build.outside_text(base).values()}
     embeddings = {id(p): p for p in base.get_input_embeddings().parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside | tower | embeddings.keys()]
+    seeing = [p for p in model.parameters() if id(p) in tower]
     others = [phases[name] for name in phases if not name.startswith(("forward ", "layer "))]
     return Recording(
         kinds=tuple(kinds[kind] for kind in sorted(kinds)),
@@ -460,10 +605,11 @@ def _recording(short: build.Built, tracker: Tracker, watch: _Watch) -> Recording
         end=_frontier(phases.get("end"), 0.0),
         embeddings=_nbytes(embeddings.values()),
         head=_nbytes(rest),
-        tower=_nbytes(p for p in model.parameters() if id(p) in tower),
+        tower=_nbytes(seeing),
         trained_embeddings=sum(p.numel() for p in embeddings.values() if p.requires_grad),
         trained_head=sum(p.numel() for p in rest if p.requires_grad),
-        trained_tensors=sum(p.requires_grad for p in [*embeddings.values(), *rest]),
+        trained_tower=sum(p.numel() for p in seeing if p.requires_grad),
+        trained_tensors=sum(p.requires_grad for p in [*embeddings.values(), *rest, *seeing]),
         matrix=sum(each.matrix + each.fp8 for each in others),
         fp8=sum(each.fp8 for each in others),
         assumed=frozenset(tracker.assumed),

@@ -152,6 +152,7 @@ def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
     if plan.fp8 is not None:
         in_fp8 += plan.fp8 * (forward + again) + plan.fp8_backward * backward
     products = recorded.matrix * shape.has_head + forward + again + backward - in_fp8
+    products += 0.0 if plan.seen is None else plan.seen.matrix
     attention = plan.over_layers(lambda layer: sum(layer.attention)) * plan.sequence
     if not plan.selective:
         attention += share * plan.over_layers(lambda layer: layer.attention[0]) * plan.sequence

@@ -9,6 +9,7 @@ its features: the same modules run everywhere, and their gradients are zeros.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -131,9 +132,7 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        for module in base.get_submodule(self.family.tower).modules():
-            if hasattr(module, "config"):
-                module.config._attn_implementation = TOWER_ATTENTION
+        attend_in_tower(base.get_submodule(self.family.tower))
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
         base.get_image_features = functools.update_wrapper(features, self._inner)
@@ -167,9 +166,7 @@ class Sight:
     @property
     def ahead(self) -> bool:
         """Whether the tokens of an image see one another in some layer."""
-        # None in Gemma 4's small models, whose attention is causal throughout.
-        both_ways = getattr(self.config.get_text_config(), "use_bidirectional_attention", False)
-        return bool(self.family.sees_ahead) and both_ways is not None
+        return sees_ahead(self.config)
 
     def _masks(self, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """(B, 1, S, S) for each kind of layer: what is before, and in some all of one's own image.
@@ -221,29 +218,70 @@ class Sight:
     @functools.cached_property
     def blank(self) -> Mapping[str, torch.Tensor]:
         """The smallest image, as the image processor would give it."""
-        vision = self.config.vision_config
-        patch = vision.patch_size
-        if self.family.processor == "patches":
-            merge = vision.spatial_merge_size
-            values = 3 * vision.temporal_patch_size * patch**2
-            grid = torch.tensor([[1, merge, merge]])
-            return {"pixel_values": torch.zeros(merge**2, values), "image_grid_thw": grid}
-        if self.family.processor == "tiles":
-            side = vision.image_size
-            return {"pixel_values": torch.ones(1, 1, 3, side, side)}
-        if self.family.processor == "fixed":
-            return {"pixel_values": torch.zeros(1, 3, vision.image_size, vision.image_size)}
-        if self.family.processor == "crops":
-            return {"pixel_values": torch.zeros(1, 3, *vision.image_size)}
-        if self.family.processor == "pooled":
-            pool = vision.pooling_kernel_size
-            places = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))[None]
-            return {
-                "pixel_values": torch.zeros(1, pool**2, 3 * patch**2),
-                "image_position_ids": places,
-            }
-        side = patch * self.config.spatial_merge_size
-        return {  # of two tokens: of one, transformers loses the axis
-            "pixel_values": torch.zeros(1, 3, side, 2 * side),
-            "image_sizes": torch.tensor([[side, 2 * side]]),
+        return blank_images(self.config)
+
+
+def sees_ahead(config: Any) -> bool:
+    """Whether the tokens of an image see one another in some layer."""
+    family = VISION.get(config.model_type)
+    # None in Gemma 4's small models, whose attention is causal throughout.
+    both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", False)
+    return family is not None and bool(family.sees_ahead) and both_ways is not None
+
+
+def attend_in_tower(tower: nn.Module) -> None:
+    """Have a tower attend by `TOWER_ATTENTION`, whatever the text model does."""
+    for module in tower.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = TOWER_ATTENTION
+
+
+def blank_images(config: Any, num_tokens: int = 1) -> dict[str, torch.Tensor]:
+    """Images of about so many tokens, as the image processor gives them; at least the smallest."""
+    kind, vision = VISION[config.model_type].processor, config.vision_config
+    patch = vision.patch_size
+    if kind == "patches":
+        rows, columns = _near_square(num_tokens)
+        merge = vision.spatial_merge_size
+        values = 3 * vision.temporal_patch_size * patch**2
+        grid = torch.tensor([[1, rows * merge, columns * merge]])
+        return {
+            "pixel_values": torch.zeros(rows * columns * merge**2, values),
+            "image_grid_thw": grid,
         }
+    if kind == "pooled":
+        side = min(math.isqrt(num_tokens), _MOST_POOLED)
+        count, edge = max(num_tokens // side**2, 1), side * vision.pooling_kernel_size
+        places = torch.cartesian_prod(torch.arange(edge), torch.arange(edge))
+        return {
+            "pixel_values": torch.zeros(count, edge**2, 3 * patch**2),
+            "image_position_ids": places.expand(count, -1, -1),
+        }
+    if kind == "rows":
+        side = patch * config.spatial_merge_size
+        most = (vision.image_size // side) ** 2
+        # Of one token, transformers loses the axis.
+        rows, columns = _near_square(max(min(num_tokens, most), 2))
+        count, size = max(num_tokens // most, 1), (rows * side, columns * side)
+        return {
+            "pixel_values": torch.zeros(count, 3, *size),
+            "image_sizes": torch.tensor([size] * count),
+        }
+    tall, wide = (vision.image_size,) * 2 if kind != "crops" else vision.image_size
+    if kind == "fixed":
+        each = config.mm_tokens_per_image
+    elif kind == "crops":
+        each = (tall // patch[0]) * (wide // patch[1]) * config.downsample_ratio**2
+    else:
+        each = (tall // patch) ** 2 / config.scale_factor**2
+    pixels = torch.zeros(max(int(num_tokens // each), 1), 3, tall, wide)
+    return {"pixel_values": pixels[:, None] + 1 if kind == "tiles" else pixels}
+
+
+_MOST_POOLED = 16
+"""Rows and columns of an image of Gemma 4, which takes 280 tokens at most."""
+
+
+def _near_square(count: int) -> tuple[int, int]:
+    rows = math.isqrt(count)
+    return rows, count // rows

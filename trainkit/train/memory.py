@@ -3,6 +3,7 @@
 ``memory.json`` keeps both. On a CPU there is nothing to hold it against.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ def expect(run: Run, gpu: Gpu) -> Estimate | None:
     lengths = getattr(run.data.train.samples, "lengths", None)
     if not run.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
+    totals = run.data.summary["train"].get("totals") or {}
+    if totals.get("images"):
+        share = totals["image_tokens"] / totals["tokens"]  # of the mean row
+        plan = replace(plan, image_tokens=math.ceil(plan.tokens * share))
     replan = replanning(run.loaded, run.process.world_size)
     own = torch.cuda.current_device() if torch.cuda.is_available() else None
     with ahead.noting(own) as noted:
