@@ -229,7 +229,7 @@ def sees_ahead(config: Any) -> bool:
     return family is not None and bool(family.sees_ahead) and both_ways is not None
 
 
-def attend_in_tower(tower: nn.Module) -> None:
+def attend_in_tower(tower: Any) -> None:
     """Have a tower attend by `TOWER_ATTENTION`, whatever the text model does."""
     for module in tower.modules():
         if hasattr(module, "config"):
