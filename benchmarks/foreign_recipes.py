@@ -310,7 +310,7 @@ def swift(file: Path) -> dict[str, Any]:
         found["data.max_length"] = args["max_length"]
     if not full:
         found |= {"lora.r": args["lora_rank"], "lora.alpha": args["lora_alpha"]}
-        found["lora.dropout"] = args["lora_dropout"]
+        found["lora.dropout"] = args["lora_dropout"] * ("rlhf_type" not in args)
         found["lora.quantize"] = {4: "nf4", 8: "int8"}.get(args.get("quant_bits"))
     return found
 
