@@ -75,6 +75,16 @@ def make_qwen2(vocab_size, *, seed=0, **overrides):
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**sizes, **overrides}))
 
 
+def attending(model, engine="blocks"):
+    """The model with trainkit's attention, on one of its engines."""
+    from trainkit.models.attention import NAME, install, register
+
+    register()
+    model.set_attn_implementation(NAME)
+    install(model, engine)
+    return model
+
+
 def make_adapter(base, directory, targets="all-linear", *, size=0.1, dtype=None, seed=1, **options):
     """A peft adapter of a model or its directory, every part away from its start as if trained."""
     import torch

@@ -68,7 +68,8 @@ def make_trainer(
     make = rated if objective == "kto" else pair
     hooks = [References()] if stored else []
     rows = [make(number) for number in range(NUM_PAIRS)]
-    data = make_data(mine, rows, objective=row, packing=packing)
+    shares = bool((options.get("preference") or {}).get("share_prompts"))
+    data = make_data(mine, rows, objective=row, packing=packing, shares_prompts=shares)
     given = {"train_data": data.train, "eval_data": data.eval, "objective": row}
     sections = {"objective": objective, "preference": options.pop("preference", None)}
 

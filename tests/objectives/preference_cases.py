@@ -63,7 +63,8 @@ def make_data(root, rows, *, source_format="auto", objective=PREFERENCE, **optio
     from trainkit.options import Source
     from trainkit.train.data import prepare_run_data
 
-    feeding = {name: options.pop(name) for name in ("packing", "stream_buffer") if name in options}
+    names = ("packing", "stream_buffer", "shares_prompts")
+    feeding = {name: options.pop(name) for name in names if name in options}
     source = Source(path=write(Path(root) / "pairs.jsonl", rows), format=source_format)
     return prepare_run_data(
         [source],

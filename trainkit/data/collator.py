@@ -3,6 +3,7 @@
 Shapes: B rows, S tokens per row.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,10 @@ class PackingCollator:
         ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, over the B * S flattened tokens; samples,
         row ends and tails are all boundaries) with ``max_length_q`` and ``max_length_k`` (int).
         With ``with_source`` also ``source_ids`` (B, S) int64, -1 in the tail.
+
+        A sample that comes without its ``shared`` first tokens, which are those of the one before
+        it, attends to them there: then ``shared_keys`` are the tokens that all attend to, one
+        sample after the other, and ``cu_seq_lens_k`` bounds in these.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class PackingCollator:
         position_ids = np.zeros(shape, dtype=np.int64)
         source_ids = np.full(shape, -1, dtype=np.int64)
         segment_lengths: list[int] = []
+        shared: dict[int, int] = {}  # by segment
         for row, samples in enumerate(rows):
             start = 0
             for sample in samples:
@@ -80,7 +86,9 @@ class PackingCollator:
                 end = start + length
                 input_ids[row, start:end] = sample["input_ids"]
                 labels[row, start:end] = _labels(sample)
-                position_ids[row, start:end] = np.arange(length)
+                if first := sample.get("shared", 0):
+                    shared[len(segment_lengths)] = first
+                position_ids[row, start:end] = np.arange(first, first + length)
                 source_ids[row, start:end] = sample["source"]
                 segment_lengths.append(length)
                 start = end
@@ -98,9 +106,26 @@ class PackingCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+        if shared:
+            batch |= _shared_keys(boundaries, shared)
         if self.with_source:
             batch["source_ids"] = torch.from_numpy(source_ids)
         return batch
+
+
+def _shared_keys(boundaries: np.ndarray, shared: Mapping[int, int]) -> dict[str, Any]:
+    """What segments attend to of which some begin with tokens of the one before them."""
+    keys = []
+    for number, (start, stop) in enumerate(itertools.pairwise(boundaries)):
+        before = boundaries[max(number - 1, 0)]
+        prefix = np.arange(before, before + shared.get(number, 0))
+        keys.append(np.concatenate([prefix, np.arange(start, stop)]))
+    lengths = [len(each) for each in keys]
+    return {
+        "shared_keys": torch.from_numpy(np.concatenate(keys)),
+        "cu_seq_lens_k": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        "max_length_k": max(lengths),
+    }
 
 
 class PaddingCollator:

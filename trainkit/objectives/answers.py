@@ -197,6 +197,7 @@ class AnswerDataset:
     Attributes:
         reference: (N, columns) what the reference model says of each sample; None where nobody has
             asked it.
+        shared: (N,) tokens that a sample comes without: the one before it begins with them.
     """
 
     def __init__(
@@ -206,6 +207,11 @@ class AnswerDataset:
         self.reference: np.ndarray | None = None
         parts = [part.of(part.store.part) for part in data.parts]
         self._is_first = np.concatenate([np.empty(0, dtype=np.int64), *parts]) % together == 0
+        self.shared = np.zeros(len(data), dtype=np.int64)
+        if shape.shares_prompts:
+            for first in self.firsts:
+                self.shared[first + 1] = num_shared(data[first], data[first + 1])
+        self.sizes = data.lengths - self.shared
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -217,7 +223,7 @@ class AnswerDataset:
         """Have these items, each named by its first sample, as rows."""
         self.rows: Sequence[np.ndarray] = list(first[:, None])
         if self.shape.packing:
-            sizes = sum(self.data.lengths[first + side] for side in range(self.together))
+            sizes = sum(self.sizes[first + side] for side in range(self.together))
             packed = pack(
                 np.asarray(sizes), self.shape.max_length, seed=self.seed or 0, epoch=epoch
             )
@@ -230,9 +236,8 @@ class AnswerDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        lengths = self.data.lengths
         sizes = [
-            sum(int(lengths[row + side].sum()) for side in range(self.together))
+            sum(int(self.sizes[row + side].sum()) for side in range(self.together))
             for row in self.rows
         ]
         return np.array(sizes, dtype=np.int64)
@@ -246,12 +251,27 @@ class AnswerDataset:
 
     def sample(self, index: int) -> dict[str, Any]:
         found = self.data[index]
+        if first := int(self.shared[index]):
+            found |= {name: found[name][first:] for name in ("input_ids", "loss_mask")}
+            found["shared"] = first
         return found if self.reference is None else {**found, REFERENCE: self.reference[index]}
 
     def scored(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """The token ids and masks of what the reference is asked of a sample, a column each."""
         sample = self.data[index]
         return [(sample["input_ids"], sample["loss_mask"])]
+
+
+def num_shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> int:
+    """First tokens that two samples have in common, up to where the first is scored.
+
+    The last of them is not among these: each answer has its own, which predicts its first token.
+    """
+    ids = [each["input_ids"] for each in (first, second)]
+    most = min(len(each) for each in ids)
+    differs = np.flatnonzero(ids[0][:most] != ids[1][:most])
+    ends = [np.flatnonzero(each["loss_mask"]) for each in (first, second)]
+    return max(min([most, *(int(each[0]) for each in (differs, *ends) if len(each))]) - 1, 0)
 
 
 def answer_collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]:

@@ -32,6 +32,7 @@ class RowShape:
         max_length: tokens of a packed row, padding included; of a sample, at most.
         sources: what to call each source in the log, where their losses are kept apart.
         vision: how the model takes images, or why none are read for it; None of a model of text.
+        shares_prompts: answers to a prompt that follow one another have it once.
     """
 
     max_length: int
@@ -40,6 +41,7 @@ class RowShape:
     sources: tuple[str, ...] = ()
     multiple: int = 1
     vision: Vision | NoVision | None = None
+    shares_prompts: bool = False
 
 
 @dataclass(frozen=True)

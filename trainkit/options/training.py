@@ -105,6 +105,11 @@ class PreferenceOptions(Section):
         "adapters it is asked at every step, with these switched off. False of a model that trains "
         "whole loads it a second time and asks it at every step.",
     )
+    share_prompts: bool = Field(
+        False,
+        description="Of pairs in packed rows: compute a prompt once, and have both answers attend "
+        "to it. Losses and gradients are the same but for rounding.",
+    )
     desirable_weight: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="Of kto: what good answers weigh."
     )

@@ -30,6 +30,7 @@ from trainkit.options.training import (
     COMPARING,
     DEFAULT_OBJECTIVE,
     OBJECTIVE_NAMES,
+    PAIRED,
     REFERRING,
     SMOOTHED,
     ObjectiveName,
@@ -93,8 +94,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        of_objectives = (_of_preferences, _of_dft, _of_distillation)
-        for rules in (_of_models, _of_rates, *of_objectives, _of_measurements, _of_steps):
+        objectives = (_of_preferences, _of_shared_prompts, _of_dft, _of_distillation)
+        for rules in (_of_models, _of_rates, *objectives, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
         for refusal in refusals(self._combination()):
@@ -335,6 +336,7 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
     owners |= {"center_rewards": ("reward",), "beta": tuple(sorted(COMPARING - {"reward"}))}
     owners |= {"sft_weight": ("dpo", "simpo"), "sft_prompt": ("orpo",)}
     owners |= {"gamma": ("simpo",), "precompute_reference": tuple(sorted(REFERRING))}
+    owners |= {"share_prompts": tuple(sorted(PAIRED))}
     options = given or PreferenceOptions()
     if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
         yield (
@@ -371,6 +373,24 @@ def _of_dft(recipe: Recipe) -> Iterator[Broken]:
             "a token is weighed by its own probability, which smoothing has no part in",
             "remove it, or set objective: sft",
         )
+
+
+def _of_shared_prompts(recipe: Recipe) -> Iterator[Broken]:
+    """Where two answers cannot attend to one prompt."""
+    if recipe.preference is None or not recipe.preference.share_prompts:
+        return
+    attention = recipe.model.attn_implementation
+    for key, value, is_fit in (
+        ("data.packing", "false", recipe.data.packing),
+        ("model.attn_implementation", attention, attention in ("auto", "trainkit")),
+    ):
+        if not is_fit:
+            yield (
+                key,
+                f"{key}: {value} has no way for two answers of a row to attend to one prompt, as "
+                "preference.share_prompts: true wants",
+                "remove it, or write preference.share_prompts: false",
+            )
 
 
 def _of_distillation(recipe: Recipe) -> Iterator[Broken]:

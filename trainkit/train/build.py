@@ -51,6 +51,7 @@ from trainkit.train.callbacks import (
     RowTest,
     RunRecorder,
     SeeImages,
+    SharedPrompts,
     StopOnRequest,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
@@ -366,6 +367,8 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     hooks += [KeepFp8Codes()] if run.built.fp8 is not None else []
     hooks += [RowTest()] if run.layout.rows is not None else []
     hooks += [LeakTest()] if recipe.data.packing else []
+    if recipe.preference is not None and recipe.preference.share_prompts:
+        hooks.append(SharedPrompts())
     hooks += [ExpertsTrain()] if recipe.lora is not None else []
     hooks += [SeeImages()] if run.data.num_images else []
     if dry is None:

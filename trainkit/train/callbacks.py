@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerState
 
 from trainkit.auto_class import without_adapters
-from trainkit.errors import ResumeRefusedError
+from trainkit.errors import ModelError, ResumeRefusedError
 from trainkit.objectives.objective import take_counts
 from trainkit.parallel.agreement import decided_by_each
 from trainkit.run.metrics import MetricsWriter, read_metrics
@@ -233,13 +233,35 @@ class RowTest(Hook):
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         from trainkit.models.row_test import row_test
 
-        args, config, rows = loop.args, loop.model.config, loop.layout.rows
+        rows = loop.layout.rows
         assert rows is not None
-        own = config.dtype or torch.float32
-        flags = {torch.bfloat16: args.bf16, torch.float16: args.fp16, own: True}
-        dtype = max((each for each in flags if flags[each]), key=lambda one: torch.finfo(one).eps)
-        vocab_size = config.get_text_config().vocab_size
-        row_test(loop.model, rows, vocab_size=vocab_size, dtype=dtype)
+        vocab_size = loop.model.config.get_text_config().vocab_size
+        row_test(loop.model, rows, vocab_size=vocab_size, dtype=_computes_in(loop))
+
+
+def _computes_in(loop: LoopState) -> torch.dtype:
+    args, own = loop.args, loop.model.config.dtype or torch.float32
+    flags = {torch.bfloat16: args.bf16, torch.float16: args.fp16, own: True}
+    return max((each for each in flags if flags[each]), key=lambda one: torch.finfo(one).eps)
+
+
+class SharedPrompts(Hook):
+    """Proves, before the first step, that answers which share a prompt are those with their own."""
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        from trainkit.models.attention import NAME
+        from trainkit.models.attention.proof import require_shared_prompts
+
+        name = loop.run.built.attention.name
+        if name != NAME:
+            raise ModelError(
+                f"{loop.model.config.model_type} attends by {name}, which has no way for two "
+                "answers to attend to one prompt",
+                where="preference.share_prompts",
+                fix="set it to false",
+            )
+        model = loop.engine.runnable(loop.model)
+        require_shared_prompts(model, attention=name, dtype=_computes_in(loop))
 
 
 class KeepFp8Codes(Hook):

@@ -545,6 +545,7 @@ def prepare_run_data(
     row_parts: int = 1,
     held_out: int | float | None = None,  # a share below 1, or a number of conversations
     vision: Vision | NoVision | None = None,
+    shares_prompts: bool = False,
 ) -> RunData:
     """Read, mask and tokenise before there is a process group; unfit rows raise TrainkitError."""
     feeding = {"packing": packing, "streaming": bool(stream_buffer)}
@@ -560,7 +561,7 @@ def prepare_run_data(
     def shape(length: int, names: Sequence[str]) -> RowShape:
         wanted = len(names) > 1 if per_source_loss is None else per_source_loss
         found = distinct_labels(names) if wanted else ()
-        return RowShape(length, pad_token_id, packing, found, row_parts, vision)
+        return RowShape(length, pad_token_id, packing, found, row_parts, vision, shares_prompts)
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
         rows = shape(_row_length(data, options, objective, row_parts), data.source_names)

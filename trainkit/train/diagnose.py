@@ -489,7 +489,8 @@ class Bench:
         self.found.blame(
             "model",
             first.first_module or first.first_gradient or "loss",
-            f"every row is bad, in plain torch as well: {numbers(first)}",
+            f"{'every row' if rows else 'the step'} is bad, in plain torch as well: "
+            f"{numbers(first)}",
             "the weights have gone too far: go on from an earlier checkpoint with a lower "
             "training.learning_rate",
         )

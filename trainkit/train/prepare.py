@@ -145,6 +145,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
         row_parts=recipe.parallel.sequence,
         held_out=data.eval_part,
         vision=run.vision,
+        shares_prompts=recipe.preference is not None and recipe.preference.share_prompts,
     )
 
 

@@ -67,16 +67,22 @@ def varlen_as_documented(
     query, key, value, bounds, bounds_k, longest, longest_k, *,
     scale=None, window_size=(-1, -1), enable_gqa=False,
 ):  # fmt: skip
-    """torch.nn.attention.varlen: token i of a document sees i - left to i + right."""
+    """torch.nn.attention.varlen: token i of a document sees i - left to i + right.
+
+    Of more keys than queries the last query's own is the last key.
+    """
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    assert longest == longest_k >= bounds.diff().max()
+    assert longest >= bounds.diff().max()
+    assert longest_k >= bounds_k.diff().max()
     left, right = window_size
     output = torch.empty_like(query)
-    for start, stop in itertools.pairwise(bounds.tolist()):
-        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+    spans = (itertools.pairwise(each.tolist()) for each in (bounds, bounds_k))
+    for (start, stop), (first, last) in zip(*spans, strict=True):
+        q = query[start:stop].transpose(0, 1)
+        k, v = (x[first:last].transpose(0, 1) for x in (key, value))
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        tokens = torch.arange(stop - start)
-        back = tokens[:, None] - tokens
+        tokens = torch.arange(last - first)  # both end together
+        back = tokens[len(tokens) - (stop - start) :, None] - tokens
         seen = (back >= -right if right >= 0 else back == back) & (
             back <= left if left >= 0 else back == back
         )

@@ -151,7 +151,9 @@ class Installed:
                 )
             longest = kwargs.get("max_length_q")
             whole = shape[1] * (1 if split is None else split.size)
-            documents = Documents(bounds, whole if longest is None else longest)
+            keys, most = kwargs.pop("shared_keys", None), kwargs.get("max_length_k")
+            shared = None if keys is None else (keys, kwargs["cu_seq_lens_k"], int(most or whole))
+            documents = Documents(bounds, whole if longest is None else longest, shared)
         self._tokens.append(current_batch.set(Batch(self._engine, documents, split)))
         plain = kwargs.get("position_ids") is None and not self._caches(kwargs) and len(args) <= 1
         known = plain or documents is not None or split is not None

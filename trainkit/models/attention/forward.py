@@ -262,7 +262,12 @@ def _varlen(
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     options = _varlen_options(pattern.window, scaling, query.shape[1] != key.shape[1])
     bounds, longest = pattern.bounds, pattern.longest
-    output = varlen_attn(*flat, bounds, bounds, longest, longest, **options)
+    key_bounds, most = bounds, longest
+    if pattern.documents is not None and pattern.documents.keys is not None:
+        # Causal from the end: the last query of a document sees the last of its keys.
+        places, key_bounds, most = pattern.documents.keys
+        flat[1:] = [states.index_select(0, places) for states in flat[1:]]
+    output = varlen_attn(*flat, bounds, key_bounds, longest, most, **options)
     return output.view(batch_size, length, -1, head_size)
 
 
@@ -320,24 +325,32 @@ def blockwise_attention(
     """
     pieces = []
     for rows, start, stop in pattern.spans:
+        own = [states[rows, :, start:stop] for states in (key, value)]
+        prefix = pattern.shared.get((rows.start, start))
+        begin = start  # of the keys, as if those that are shared lay in front
+        if prefix is not None:
+            begin -= prefix.stop - prefix.start
+            pairs = zip((key, value), own, strict=True)
+            own = [torch.cat((states[rows, :, prefix], each), 2) for states, each in pairs]
         for first in range(start, stop, BLOCK):
             queries = slice(first, min(first + BLOCK, stop))
-            earliest = start
+            earliest = begin
             if pattern.window is not None:
-                earliest = max(start, first - pattern.window + 1)
+                earliest = max(begin, first - pattern.window + 1)
             keys = slice(earliest, queries.stop)
             # One square block of plain causality needs no mask.
             plain = pattern.is_plain and keys.start == queries.start
             plain = plain and (pattern.window is None or queries.stop - first <= pattern.window)
-            mask = None if plain else pattern.block(rows, start, queries, keys)
-            states = (query[rows, :, queries], key[rows, :, keys], value[rows, :, keys])
+            mask = None if plain else pattern.block(rows, begin, queries, keys)
+            seen = slice(keys.start - begin, keys.stop - begin)
+            states = (query[rows, :, queries], own[0][:, :, seen], own[1][:, :, seen])
             if softcap is None and sinks is None:
                 result, _ = sdpa_attention_forward(
                     module, *states, mask, dropout=dropout, scaling=scaling, is_causal=True
                 )
             else:
                 if mask is None:
-                    mask = pattern.block(rows, start, queries, keys)
+                    mask = pattern.block(rows, begin, queries, keys)
                 result = spelled_out(
                     *states, mask, dropout=dropout, scaling=scaling, softcap=softcap, sinks=sinks
                 )

@@ -42,10 +42,21 @@ class Documents:
     Args:
         bounds: (documents + 1,) int32, in the flattened batch.
         longest: tokens of the longest one.
+        keys: where some begin with tokens of another: the tokens that each attends to, one document
+            after the other; (documents + 1,) their bounds; and of the longest.
     """
 
     bounds: Tensor
     longest: int
+    keys: tuple[Tensor, Tensor, int] | None = None
+
+    @functools.cached_property
+    def prefixes(self) -> tuple[Tensor, Tensor]:
+        """(documents,) where the shared tokens of each are, and how many."""
+        if self.keys is None:
+            return torch.zeros_like(self.bounds[1:]), torch.zeros_like(self.bounds[1:])
+        tokens, bounds, _ = self.keys
+        return tokens[bounds[:-1].clamp(max=len(tokens) - 1)], bounds.diff() - self.bounds.diff()
 
     def numbers(self, batch_size: int, length: int) -> Tensor:
         """(B, S): which document each token belongs to."""
@@ -56,11 +67,16 @@ class Documents:
         """The same mask in each document: its positions count from the document's start."""
         numbers = self.numbers(batch_size, length)
         tokens = torch.arange(batch_size * length, device=numbers.device).view(numbers.shape)
-        positions = tokens - self.bounds[numbers]
+        firsts, counts = (each[numbers] for each in self.prefixes)
+        positions = tokens - self.bounds[numbers] + counts
+        is_shared = self.keys is not None
 
         def inside(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            same = numbers[b, q] == numbers[b, kv]
-            return same & function(b, h, positions[b, q], positions[b, kv])
+            seen = numbers[b, q] == numbers[b, kv]
+            if is_shared:
+                place = tokens[b, kv] - firsts[b, q]
+                seen = seen | ((place >= 0) & (place < counts[b, q]))
+            return seen & function(b, h, positions[b, q], positions[b, kv])
 
         return inside
 
@@ -148,6 +164,20 @@ class Pattern:
             row, offset = divmod(start, self.length)
             if stop > start:
                 found.append((slice(row, row + 1), offset, offset + stop - start))
+        return found
+
+    @functools.cached_property
+    def shared(self) -> dict[tuple[int, int], slice]:
+        """Row and start of each document that begins with tokens of another: where these are."""
+        if self.documents is None or self.documents.keys is None:
+            return {}
+        lists = (each.tolist() for each in (self.documents.bounds[:-1], *self.documents.prefixes))
+        found = {}
+        for start, first, count in zip(*lists, strict=True):
+            if count:
+                row, offset = divmod(start, self.length)
+                begin = first - row * self.length
+                found[row, offset] = slice(begin, begin + count)
         return found
 
     def block(self, rows: slice, start: int, queries: slice, keys: slice) -> Tensor:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from trainkit.auto_class import without_adapters
 from trainkit.errors import ModelError, ProofError, TrainkitError
 from trainkit.evaluation_mode import changed, evaluation_mode
 from trainkit.models.attention.choice import NAME, Attention, Installed, install
@@ -295,6 +296,55 @@ def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) 
         if hooks is not None:
             hooks.remove()
     return rows
+
+
+def require_shared_prompts(model: Any, *, attention: str, dtype: torch.dtype) -> None:
+    """Compute two answers to one prompt with the prompt once, and with a prompt each.
+
+    ``model`` attends as in training, to packed rows; ``dtype`` is what it computes in.
+
+    Raises:
+        ModelError: the answers differ by more than rounding explains.
+    """
+    state = state_of(without_adapters(model), split=True)
+    if state is not None:
+        raise _cannot_share(
+            f"{state}: it would begin from nothing behind a prompt that lies in front"
+        )
+    place = next(model.parameters())
+    prompt, first, second = _tokens(model)[0][:47].split((20, 15, 12))
+    again = torch.arange(19)  # the last token of the prompt is each answer's own
+    bounds = torch.tensor([0, 35, 48], dtype=torch.int32)
+    once = {
+        "input_ids": torch.cat((prompt, first, prompt[-1:], second))[None],
+        "position_ids": torch.cat((torch.arange(35), torch.arange(19, 32)))[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds + torch.tensor([0, 0, 19], dtype=torch.int32),
+        "shared_keys": torch.cat((torch.arange(35), again, torch.arange(35, 48))),
+        "max_length_q": 35,
+        "max_length_k": 35,
+    }
+    twice = {"input_ids": torch.cat((prompt, first, prompt, second))[None]}
+    twice |= packed_inputs([[35, 32]], 67)
+    row, own = torch.zeros(48, dtype=torch.int64), torch.tensor([*range(35), *range(54, 67)])
+    places = (row, torch.arange(48)), (row, own)
+    batch = SmallBatch(on(place.device, once), on(place.device, twice), *places)
+    eps, floor = roundings(dtype, place.device)
+    with evaluation_mode(model), _narrowed(without_adapters(model)):
+        truth, found = batch.eager(model), batch.chosen(model)
+        with rounded(model, eps):
+            moved = batch.eager(model)
+    error, noise = (distance(each, truth, has_experts(model)) for each in (found, moved))
+    limit = allowed(noise, eps, floor)
+    if not error <= limit:
+        raise _cannot_share(
+            f"logits of answers that share a prompt differ by {error:.2e} from those of answers "
+            f"with a prompt each, where rounding explains {limit:.2e} (attention {attention})"
+        )
+
+
+def _cannot_share(reason: str) -> ModelError:
+    return ModelError(reason, where="preference.share_prompts", fix="set it to false")
 
 
 def _row(label: str, batch: str, compared: str, error: float, limit: float, words: str) -> ProofRow:
