@@ -33,9 +33,6 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     they train on text alone as such; what they are saved as is then what they were loaded as.
     Where transformers has a class for the text alone (qwen3_5), the one that sees is loaded if its
     images can be trained, unless the configuration names the other, see `text_alone`.
-
-    Args:
-        config: the model's own, not its text part.
     """
     refuse_scalar_head(config.architectures, config.name_or_path or "model.name_or_path")
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

@@ -12,12 +12,11 @@ The *facts* that decide an answer (a persona, a pet with its name, the words to 
 one split by their hash: the names and the words of a held-out question are familiar, but their
 combination was never seen in training. A model that learned answers by heart fails.
 
-    python -m trainkit.quickstart [--output quickstart] [--seed 0]
+    python -m trainkit.quickstart
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -277,13 +276,5 @@ def make_assets(output: Path, seed: int = 0) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("quickstart"))
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_assets(arguments.output, arguments.seed)
-
-
 if __name__ == "__main__":
-    main()
+    make_assets(Path("quickstart"))

@@ -1,6 +1,7 @@
 """Every command has ``--json``: JSON alone on standard output, and an exit code that says how it
 went; ``-o`` wherever a result goes somewhere."""
 
+import contextlib
 import io
 import json
 import sys
@@ -74,7 +75,7 @@ def place(tmp_path_factory, tiny_qwen2):
     (root / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n")
     for name in ("a", "b"):
         run = RunDirectory.create_at(root / "runs" / name)
-        with run.open_metrics() as metrics:
+        with contextlib.closing(run.open_metrics()) as metrics:
             for step in (1, 2, 3):
                 metrics.append({"step": step, "loss": 3.0 / step, "step_seconds": 0.1})
         run.write_status("done")

@@ -26,6 +26,7 @@
 | code that comes with a model | tests/infer/test_infer_own_code.py |
 """
 
+import contextlib
 import json
 import os
 import string
@@ -171,7 +172,7 @@ def test_damaged_rows_stay_and_no_whole_row_is_lost(damaged, keep, junk, tmp_pat
     file.write_text("".join(f"{line}\n" for line in lines))
     whole = [n for n in range(12) if n not in damaged]
     assert [row["step"] for row in read_metrics(file)] == whole
-    with MetricsWriter(file, resume_step=keep):
+    with contextlib.closing(MetricsWriter(file, resume_step=keep)):
         pass
     assert [row["step"] for row in read_metrics(file)] == [n for n in whole if n <= keep]
     other = file.with_name("metrics.superseded.jsonl")

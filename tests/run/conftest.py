@@ -1,3 +1,4 @@
+import contextlib
 import math
 
 import pytest
@@ -38,7 +39,7 @@ def run(tmp_path):
 @pytest.fixture
 def trained_run(run):
     """A run with sixty logged steps."""
-    with run.open_metrics() as metrics:
+    with contextlib.closing(run.open_metrics()) as metrics:
         for row in rows_of_a_run():
             metrics.append(row)
     run.heartbeat(60)

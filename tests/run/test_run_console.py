@@ -23,14 +23,14 @@ class _Terminal(io.StringIO):
 
 def test_plain_output_is_one_line_a_row_and_has_no_escapes():
     stream = io.StringIO()
-    with Console(stream=stream) as console:
-        console.start(200)
-        for step in (1, 2):
-            console.log({"step": step, **ROW})
-        console.log({"step": 2, "eval_loss": 0.5, "eval_num_trained_tokens": 7162.0})
-        console.log({"step": 2, "eval_loss": 0.25, "eval_runtime": 3.0})
-        console.warn("look out")
-        console.finish({"run": "/tmp/" + "x" * 200, "loss": 1.2})
+    console = Console(stream=stream)
+    console.start(200)
+    for step in (1, 2):
+        console.log({"step": step, **ROW})
+    console.log({"step": 2, "eval_loss": 0.5, "eval_num_trained_tokens": 7162.0})
+    console.log({"step": 2, "eval_loss": 0.25, "eval_runtime": 3.0})
+    console.warn("look out")
+    console.finish({"run": "/tmp/" + "x" * 200, "loss": 1.2})
     lines = stream.getvalue().splitlines()
     assert "\x1b" not in stream.getvalue()
     assert lines[0].startswith("step   1/200  loss 1.2346  lr 2.00e-05  tok/s 12.3k  mem 3.21 GiB")
@@ -96,9 +96,10 @@ def test_a_terminal_that_asks_for_quiet_gets_plain_lines(monkeypatch, name):
 def test_what_is_copied_from_a_terminal_is_in_one_piece(monkeypatch, tell, copied):
     monkeypatch.setenv("COLUMNS", "40")
     stream = _Terminal()
-    with Console(True, stream=stream) as console:
-        getattr(console, tell)(f"continue with: {copied}")
-        getattr(console, tell)("words without any of these " * 4)
+    console = Console(True, stream=stream)
+    getattr(console, tell)(f"continue with: {copied}")
+    getattr(console, tell)("words without any of these " * 4)
+    console.stop()
     lines = stream.getvalue().splitlines()
     assert lines[0].endswith(copied)
     assert len(lines) > 3  # prose is broken between words

@@ -1,5 +1,6 @@
 """However seldom a run logs, its record says the same steps, seconds and tokens."""
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ NUM_STEPS = 757
 def logged(parent, every, *, seed=0, steps=NUM_STEPS, name="run"):
     """A run as it logs every so many steps, and its last one."""
     run, clock, window = RunDirectory.create(parent, name), random.Random(seed), []
-    with run.open_metrics() as metrics:
+    with contextlib.closing(run.open_metrics()) as metrics:
         for step in range(1, steps + 1):
             window.append(1.0 + clock.random())
             if step % every and step < steps:

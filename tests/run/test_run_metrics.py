@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import resource
@@ -26,17 +27,20 @@ def test_rows_are_readable_while_the_run_goes_and_in_the_designed_order(tmp_path
     "row", [{"loss": 1.0}, {"step": 1.5}, {"step": 1, "x": [1]}, {"step": True}]
 )
 def test_a_row_that_is_not_flat_is_refused(tmp_path, row):
-    with MetricsWriter(tmp_path / "m.jsonl") as writer, pytest.raises(RunDirectoryError):
+    with (
+        contextlib.closing(MetricsWriter(tmp_path / "m.jsonl")) as writer,
+        pytest.raises(RunDirectoryError),
+    ):
         writer.append(row)
 
 
 def test_resume_sets_the_redone_rows_aside_and_drops_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with contextlib.closing(MetricsWriter(path)) as writer:
         for step in range(1, 11):
             writer.append({"step": step, "loss": 1.0})
     path.write_bytes(path.read_bytes() + b'{"step": 11, "lo')
-    with MetricsWriter(path, resume_step=6) as writer:
+    with contextlib.closing(MetricsWriter(path, resume_step=6)) as writer:
         writer.append({"step": 7, "loss": 2.0})
     assert [(row["step"], row["loss"]) for row in read_metrics(path)][-2:] == [(6, 1.0), (7, 2.0)]
     superseded = read_metrics(tmp_path / "metrics.superseded.jsonl")

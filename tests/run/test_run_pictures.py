@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import random
@@ -154,7 +155,7 @@ def test_the_report_needs_nothing_else_and_escapes_what_it_shows(trained_run):
 
 
 def test_the_report_tells_of_trouble(trained_run):
-    with trained_run.open_metrics(resume_step=40) as metrics:
+    with contextlib.closing(trained_run.open_metrics(resume_step=40)) as metrics:
         metrics.append({"step": 41, "loss": float("nan")})
     trained_run.write_status("failed", reason="the loss became NaN")
     text = render_report(trained_run)

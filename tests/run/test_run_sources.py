@@ -1,5 +1,6 @@
 """The losses of several sources where a person looks: console, pictures, report."""
 
+import contextlib
 import io
 
 from trainkit.run import Console
@@ -19,10 +20,10 @@ def rows_of_sources():
 
 def test_the_console_names_the_sources_of_this_row():
     stream = io.StringIO()
-    with Console(stream=stream) as console:
-        console.start(30)
-        for row in rows_of_sources()[3:5] + rows_of_sources()[5:6] + rows_of_sources()[-1:]:
-            console.log(row)
+    console = Console(stream=stream)
+    console.start(30)
+    for row in rows_of_sources()[3:5] + rows_of_sources()[5:6] + rows_of_sources()[-1:]:
+        console.log(row)
     without, with_rare, again, evaluation = stream.getvalue().splitlines()
     assert "loss/chat 1.2500" in without
     assert "loss/rare 3.0000" in with_rare
@@ -31,7 +32,7 @@ def test_the_console_names_the_sources_of_this_row():
 
 
 def test_a_picture_and_the_report_tell_the_sources_apart(run):
-    with run.open_metrics() as metrics:
+    with contextlib.closing(run.open_metrics()) as metrics:
         for row in rows_of_sources():
             metrics.append(row)
     assert History(rows_of_sources()).lines(BY_SOURCE) == ["loss/chat", "loss/rare"]
@@ -42,7 +43,7 @@ def test_a_picture_and_the_report_tell_the_sources_apart(run):
 
 
 def test_benchmarks_and_answers_during_training_are_drawn(run):
-    with run.open_metrics() as metrics:
+    with contextlib.closing(run.open_metrics()) as metrics:
         for step in (1, 2, 3):
             metrics.append({"step": step, "loss": 3.0 / step})
             scores = {"eval_boolq/acc": step / 4, "eval_answers/exact_match": step / 5}

@@ -69,11 +69,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that can be watched.
-
-    Attributes:
-        step: begins a line that is written for a step.
-    """
+    """A tool that can be watched."""
 
     package: str
     command: Callable[[Work, Path], list[str]]
@@ -177,14 +173,7 @@ def prepare(folder: Path, shape: Shape, steps: int) -> None:
 
 
 def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900) -> dict[str, Any]:
-    """Run a tool and watch it; ``error`` has the end of what it said where it took no step.
-
-    Args:
-        name: of `TOOLS`.
-        work: `prepare` has written what it reads.
-        peer_path: put before PYTHONPATH for other tools than trainkit.
-        seconds: until it is ended.
-    """
+    """Run a tool and watch it; ``error`` has the end of what it said where it took no step."""
     tool = TOOLS[name]
     row: dict[str, Any] = {"provider": name, "mode": work.mode, "steps": work.steps}
     row |= {"batch_size": work.shape.batch_size, "length": work.shape.length}

@@ -57,15 +57,7 @@ def warm_up(work: Callable[[], object], *, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A model and its training step, to be timed.
-
-    Args:
-        model: what the step trains.
-        step: one; returns the loss.
-        device: where it runs.
-        steps: on the clock.
-        warm_up_seconds: before it runs; twice the step at least.
-    """
+    """A model and its training step, to be timed."""
 
     model: nn.Module
     step: Callable[[], torch.Tensor]

@@ -58,11 +58,9 @@ class ComparedRun:
 
     Attributes:
         values: the recipe's resolved values by dotted key; empty where they are not recorded.
-        tokens_per_second: median of the second half of the steps.
         begun: the clock's figures of its first row, which no other run has; None without any.
         data_digest: what tells one prepared data set from another; None where it is not recorded.
         answers: whether each held-out question was answered right, by question.
-        scores: of benchmarks, by task and metric.
         held_out: what else the objective has measured in its last evaluation, and its interval.
     """
 

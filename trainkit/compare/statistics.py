@@ -27,7 +27,6 @@ class Interval:
     """A difference with its 95% interval.
 
     Attributes:
-        difference: second minus first.
         half: of the interval's width; None where the spread cannot be known.
         count: what the interval is over: blocks of steps, seeds or questions.
     """
@@ -115,10 +114,6 @@ def widened_by_questions(interval: Interval, gaps: Sequence[float]) -> Interval:
 
     Two questions of opposite outcome are added (Agresti and Min): a handful that all agree leave no
     spread of their own.
-
-    Args:
-        interval: of scores over seeds.
-        gaps: by question, the share of seeds that answer it, second minus first.
     """
     if interval.half is None or not gaps:
         return interval

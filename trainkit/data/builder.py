@@ -58,8 +58,6 @@ class Draft:
     """A rendered conversation.
 
     Attributes:
-        row, part: which row of the run it came from, and which sample of that row it is.
-        conversation: as rendered, with a switch on every turn.
         counts: things worth telling, by name.
     """
 
@@ -270,7 +268,6 @@ class BuiltRows:
     """What became of a run of rows.
 
     Attributes:
-        samples: those of one row follow one another.
         counts: formats (``format:<name>``) and things worth telling, by name.
         ends: end-of-turn tokens that are trained, and how many turns each ends.
         notes: what a person should know about the template.

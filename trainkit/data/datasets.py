@@ -31,7 +31,6 @@ class Share:
     Attributes:
         keys: (N,) uint64, one stable number per sample; see :func:`row_keys`.
         name: its own among all sources: see :func:`stream_names`.
-        epochs: how often each sample is seen in an epoch.
     """
 
     keys: np.ndarray

@@ -580,15 +580,7 @@ def parse_row(
     asks: bool = False,
     images: bool = False,
 ) -> ParsedRow:
-    """Parse one decoded row.
-
-    Args:
-        row: what the container held.
-        name: a name of ``FORMATS``, or ``auto`` to go by this row's own keys.
-        columns: our column name -> the row's column name.
-        asks: whether the answer may be absent; then it is ``UNREAD``.
-        images: whether the model takes some; without it a row that has any is refused.
-    """
+    """Parse one decoded row."""
     if isinstance(row, list) and name in ("auto", "messages", "sharegpt"):
         _refuse_array(row)
         row, name = {"messages": row}, "messages"

@@ -31,7 +31,6 @@ class Found:
 
     Attributes:
         slots: what each placeholder brings along, in order; None takes the next of ``listed``.
-        listed: those of the row's own column.
     """
 
     slots: list[Source | None] = field(default_factory=list)

@@ -85,7 +85,6 @@ class StoredImages:
     Attributes:
         images: (M, 8) int64, `COLUMNS` of each.
         offsets: (N + 1,) where those of each sample are.
-        paths, ends: of all files, end to end.
     """
 
     directory: Path

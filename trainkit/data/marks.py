@@ -142,7 +142,6 @@ class Rendering:
     """A conversation as the template prints it, with its marks placed.
 
     Attributes:
-        messages: in the template's style.
         marks: in coordinates of ``plain``.
     """
 
@@ -182,8 +181,6 @@ class Start:
     """Where the model begins to write.
 
     Attributes:
-        place: position in the rendering, in characters.
-        base: the same without the thinking that the prompt opens.
         opening: what the prompt has behind ``place`` but this rendering has not: opened thinking.
     """
 

@@ -349,13 +349,7 @@ def find_preserving(
 def preserved_prompt(
     conversation: Conversation, splits: bool, render: Callable[[Conversation], str]
 ) -> str:
-    """A prompt with all thinking of earlier turns in place, as `find_preserving` trained it.
-
-    Args:
-        conversation: prepared for the template.
-        splits: the template has a form of its own for thinking, and nothing can be put back.
-        render: a conversation as the template prints it.
-    """
+    """A prompt with all thinking of earlier turns in place, as `find_preserving` trained it."""
     text = render(conversation)
     whole = _thoughtful(conversation)
     thoughts = (_thought(conversation.messages[turn]) for turn in whole)

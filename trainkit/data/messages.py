@@ -14,12 +14,7 @@ MAX_DEPTH = 100
 
 
 class RowError(Exception):
-    """One row cannot be used. It goes to the ledger; the run goes on.
-
-    Args:
-        reason: a short stable code, such as ``empty_assistant``.
-        detail: one sentence that names the turn and the value.
-    """
+    """One row cannot be used. It goes to the ledger; the run goes on."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -34,12 +29,9 @@ class Message:
     Attributes:
         content: its text, with `trainkit.data.images.IMAGE` where an image is; may be empty where
             there are tool calls or thinking.
-        reasoning: thinking that came in a field of its own.
         tool_calls: ``{"name": str, "arguments": dict | str, "id": str | None}`` each.
-        tool_call_id: which call a tool's answer belongs to.
         train: this turn's own switch, or None to follow the options.
         is_prompt: the row gives it as part of a prompt, which no mask but its own switch trains.
-        images: those of its text, in order: where they are, then what was read of them.
     """
 
     role: str

@@ -7,13 +7,7 @@ CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
 def outside_code(word: str, text: str, by: str) -> tuple[str, int]:
-    """A text with something else for a placeholder, but not inside code; and how many there were.
-
-    Args:
-        word: of the placeholder.
-        text: in which it may be; HTML that closes what it opens is none.
-        by: what takes its place.
-    """
+    """A text with something else for a placeholder, but not inside code; how many there were."""
     wanted = f"<{word}>"
     if wanted not in text or f"</{word}>" in text:
         return text, 0

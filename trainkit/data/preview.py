@@ -39,9 +39,7 @@ EXCERPT = 400
 """So many characters of a row are shown."""
 
 
-def dropped_rows(
-    data: PreparedData, *, per_reason: int = PER_REASON, with_excerpts: bool = False
-) -> list[dict[str, str]]:
+def dropped_rows(data: PreparedData, *, with_excerpts: bool = False) -> list[dict[str, str]]:
     """The first dropped rows of each reason, in the order of the files, as JSON shows them.
 
     Rows are read again for their excerpts.
@@ -52,7 +50,7 @@ def dropped_rows(
         chosen = []
         for entry in read_ledger(part.store.directory / LEDGER):
             seen[entry.reason] += entry.action == "dropped"
-            if entry.action == "dropped" and seen[entry.reason] <= per_reason:
+            if entry.action == "dropped" and seen[entry.reason] <= PER_REASON:
                 chosen.append(entry)
         texts: dict[tuple[int, int], str] = {}
         for file in {int(entry.file) for entry in chosen} if with_excerpts else ():
@@ -80,7 +78,6 @@ class Run:
 
     Attributes:
         text: decoded, control tokens included.
-        missed: they belong to an answer, and are not trained.
     """
 
     text: str

@@ -60,7 +60,6 @@ class QuestionOptions:
     Attributes:
         format: a name of ``FORMATS``, or ``auto`` to go by each row's keys.
         columns: our column name -> the row's column name.
-        system: goes before conversations that have no system prompt.
         plain_prompts: a lone ``prompt`` is a text that goes on (as after training on texts with
             completions), and not the message of a user.
         images: questions may have some; whoever asks knows whether the model sees.

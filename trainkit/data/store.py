@@ -266,7 +266,6 @@ class Store:
     """A finished store, memory-mapped.
 
     Attributes:
-        input_ids, loss_mask: all samples end to end.
         offsets: (N + 1,) where samples start and end.
         num_trained: (N,) trained labels.
         file, line, row, part: (N,) where each came from: the number of its file, the line its row

@@ -77,7 +77,6 @@ class Position:
     """Where a shard is: a few numbers, from which it goes on exactly.
 
     Attributes:
-        row: rows of the block that are used up.
         num_dealt: rows of all sources before the block, whatever shard they fell to.
         num_rows, num_dropped: of this shard before the block, in the first epoch.
         places: of the sources before the block; empty at the start of an epoch.
@@ -239,7 +238,6 @@ class StreamedRow:
     Attributes:
         samples: as ``PreparedData`` gives them; one without packing.
         entries: for the ledger; with the first row of a block, in the first epoch.
-        num_rows, num_dropped: rows read for this block, likewise.
     """
 
     samples: list[Sample]
@@ -250,16 +248,7 @@ class StreamedRow:
 
 
 class SampleStream:
-    """Endless rows of samples, epoch after epoch.
-
-    Args:
-        sources: with nothing but a path, a format, columns, roles and a name.
-        tokenizer: a fast one.
-        options: how rows become samples; the seed decides the order.
-        packing: rows of complete samples, best-fit within a block; or one sample a row.
-        shuffle: False keeps the order of the files (and of the packer).
-        buffer: samples in a block.
-    """
+    """Endless rows of samples, epoch after epoch."""
 
     def __init__(
         self,

@@ -139,13 +139,7 @@ def _unknown_columns(file: Path, model: str) -> str:
 
 
 def check_files(part: Part, entries: Sequence[Entry], model: str) -> None:
-    """Refuse files without rows, or with nothing to train.
-
-    Args:
-        part: of which the files are.
-        entries: of the ledger, to quote the first bad rows.
-        model: where the tokenizer is from.
-    """
+    """Refuse files without rows, or with nothing to train."""
     for row, file in zip(part.rows, part.paths, strict=True):
         reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
         if row["rows"] == 0 and row["not_chosen"] == 0:

@@ -20,9 +20,7 @@ class Gpu:
     """One row.
 
     Attributes:
-        name: as the command line writes it.
         teraflops: dense bf16 with fp32 sums.
-        bandwidth: of its memory, in GB/s.
         link: to another GPU of the host, in GB/s one way.
         fp8: twice the throughput in fp8.
         words: that a driver's name for it contains.

@@ -15,7 +15,6 @@ class Matrices:
     """Linear layers of one role in a decoder layer.
 
     Attributes:
-        role: the last part of their name.
         in_stack: they are experts in one parameter, which a packed base packs, too.
     """
 
@@ -32,11 +31,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Decoder layers that are equal but for their weights.
-
-    Attributes:
-        matrices: its linear layers, and stacks of experts.
-    """
+    """Decoder layers that are equal but for their weights."""
 
     matrices: tuple[Matrices, ...]
     vectors: int

@@ -36,7 +36,6 @@ class Plan:
         masked: rows are padded, and plain transformers hands attention a mask.
         ops: trainkit's kernels that run; none is plain transformers.
         recompute: 0 keeps every layer's activations, k recomputes every k-th layer.
-        recompute_first: recomputes the first so many layers, as a budget does.
         offload: inputs of recomputed layers wait in host memory, with adapters or without.
         selective: recomputed layers keep products and attention.
         budget_gib: by which ``recompute_first`` was chosen, see `peak.keep_to_budget`.
@@ -54,7 +53,6 @@ class Plan:
         gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
         trainer: trainkit's loop drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
-        one_pass: without them, one kernel steps and rounds them.
         in_backward: each weight steps in the backward pass, and its gradient is gone.
         flat: weights, gradients and states are in one buffer each.
         optimizer: bytes of optimizer state per trained number; None where no optimizer runs.

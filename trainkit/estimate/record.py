@@ -46,7 +46,6 @@ class Phase:
 
     Attributes:
         most: of numbers whose gradient is whole, to the most bytes alive then.
-        matrix: floating-point operations of matrix products.
     """
 
     begin: float = 0.0
@@ -243,10 +242,7 @@ class Layer:
         kept: bytes from its forward to its backward pass.
         output: of them, its result, which is what a recomputed layer keeps: the next one's input.
         selectively: what it keeps where products and attention are kept.
-        forward: bytes for a moment in its forward pass, over those before it.
-        moving: in its backward pass, over what it and those before it keep.
         matrix: floating-point operations forward and backward; of all products.
-        attention: operations of attention, forward and backward.
         operations: that the host launches, forward and backward.
     """
 

@@ -98,11 +98,7 @@ def predictions(model: Any, input_ids: Sequence[int], start: int) -> Tensor:
 
 
 class Served(Protocol):
-    """An exported model in the hands of the program that serves it, or of the nearest to it.
-
-    Attributes:
-        read_with: the program, its version, and how it computes.
-    """
+    """An exported model in the hands of the program that serves it, or of the nearest to it."""
 
     read_with: str
 
@@ -120,12 +116,7 @@ class TransformersServed:
     """
 
     def __init__(self, source: ModelOptions, *, base: ModelOptions | None = None) -> None:
-        """Load it.
-
-        Args:
-            source: weights and tokenizer; or an adapter and tokenizer.
-            base: the weights under the adapter.
-        """
+        """Load it."""
         import transformers
 
         self.tokenizer = load_tokenizer(source)

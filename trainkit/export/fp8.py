@@ -63,9 +63,6 @@ def check(paths: ModelPaths, job: Job) -> None:
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight to FP8.
 
-    Args:
-        weight: (out, in).
-
     Returns:
         FP8 (out, in), and the scale (out, 1) in the weight's own dtype: weight ~ fp8 * scale.
     """

@@ -119,7 +119,6 @@ class Wrapping:
 
     Attributes:
         default: what comes first where there is no system prompt.
-        around: text before and behind a message, by role.
     """
 
     default: str
@@ -156,12 +155,7 @@ def _literal(text: str) -> str:
 
 
 def wrapping_of(render: Render, bos: str) -> Wrapping:
-    """Read the texts around messages off a template.
-
-    Args:
-        render: messages to a prompt, the opening of an answer included.
-        bos: what the server puts before every prompt itself, as text; empty for nothing.
-    """
+    """Read the texts around messages off a template."""
 
     def rendered(*messages: Mapping[str, Any]) -> str:
         return render(messages).removeprefix(bos)

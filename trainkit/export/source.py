@@ -121,12 +121,8 @@ class Job:
 
     Attributes:
         out: where the result will be; nothing is written there directly.
-        name: what the server is to call the model.
         dtype: of a plain model's weights; None keeps each tensor's own.
-        as_adapter: for vLLM: base and adapter apart.
-        any_base: merge an adapter into other weights than its own base.
         excepted: kinds of conversations whose prompts may differ from training's.
-        system: for Ollama: a system prompt for every chat.
         min_agreement: the share of greedy tokens that must agree; None is 99% for plain weights,
             and stated only for quantised ones.
     """

@@ -40,14 +40,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class OpCase:
-    """One call of an op.
-
-    Args:
-        label: what is special about the case.
-        inputs: draws the tensors, by parameter name; their strides are part of the case.
-        options: further keyword arguments.
-        grads: the parameters that get a gradient.
-    """
+    """One call of an op."""
 
     label: str
     inputs: Callable[[Draw], dict[str, Tensor]]

@@ -69,7 +69,6 @@ def attach(
     options: LoraOptions,
     *,
     require_input_grads: bool = False,
-    adapter_name: str = "default",
 ) -> PeftModel:
     """Put fresh adapters on a model and freeze the rest.
 
@@ -81,7 +80,6 @@ def attach(
         options: what to adapt.
         require_input_grads: let gradients reach the embeddings' output. Reentrant gradient
             checkpointing trains nothing without it; other set-ups waste a matmul on it.
-        adapter_name: peft's name for the adapter.
     """
     with with_shapes(model):
         targets = resolve_and_check(model, options)
@@ -94,7 +92,6 @@ def attach(
             wrapped = get_peft_model(
                 model,
                 config,
-                adapter_name=adapter_name,
                 autocast_adapter_dtype=in_float32,
                 revision=getattr(model.config, "_commit_hash", None),  # of a hub's base
             )
@@ -134,7 +131,6 @@ def load_adapter(
     directory: str | Path,
     *,
     trainable: bool = False,
-    adapter_name: str = "default",
 ) -> PeftModel:
     path = Path(directory)
     if not (path / "adapter_config.json").is_file():
@@ -158,9 +154,7 @@ def load_adapter(
         with warnings.catch_warnings(record=True) as said, with_shapes(model):
             warnings.simplefilter("always")
             warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
-            wrapped = PeftModel.from_pretrained(
-                model, str(path), adapter_name=adapter_name, is_trainable=trainable
-            )
+            wrapped = PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
     except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # peft raises nearly anything on a file that is not its own
@@ -173,13 +167,13 @@ def load_adapter(
             "saved, and that the base is the one it was trained on",
         ) from error
     read_where_they_run(wrapped)
-    _refuse_parts(path, wrapped, adapter_name, [str(each.message) for each in said])
+    _refuse_parts(path, wrapped, [str(each.message) for each in said])
     for each in {str(each.message): each for each in said}.values():  # of every layer the same
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return wrapped
 
 
-def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequence[str]) -> None:
+def _refuse_parts(path: Path, model: PeftModel, said: Sequence[str]) -> None:
     """Refuse weights and a configuration that are not of one adapter; peft takes what fits."""
     missing = next((each for each in said if "missing adapter keys" in each), None)
     wrong = "" if missing is None else "adapted modules have no weights in it"
@@ -187,9 +181,7 @@ def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequenc
     if file.is_file():
         with safe_open(file, "pt") as tensors:
             held = sum(".lora_A." in f".{name}." for name in list(tensors.keys()))
-        taken = sum(
-            f".lora_A.{adapter_name}." in f"{name}." for name, _ in model.named_parameters()
-        )
+        taken = sum(".lora_A." in f"{name}." for name, _ in model.named_parameters())
         if held > taken:
             wrong = f"it has weights of {held} modules, and its configuration adapts {taken}"
     if wrong:

@@ -519,7 +519,6 @@ class LossCall:
         head: what the model calls for logits: the output layer, or peft's wrapper of it.
         linear: hidden states to logits, by the layer that has the weight.
         num_items: what the loss is divided by; None for the number of trained tokens.
-        num_trained: trained tokens, where somebody has counted them.
         shift_labels: labels that are aligned already, (B, S).
         ignore_index: the label of what is not trained; None for the usual.
         num_computed: how many times somebody wanted the numbers.

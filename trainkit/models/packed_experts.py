@@ -106,11 +106,6 @@ def experts_to_fp8(
 ) -> tuple[str, ...]:
     """Keep a loaded model's experts in e4m3, stack by stack, in place.
 
-    Args:
-        model: with plain weights, on any device; its linear layers stay as they are.
-        device: where the codes go.
-        kept: names of modules, or their last parts, that stay as they are.
-
     Returns:
         What else is to stay as it is: the last names of routers, where there are experts.
     """

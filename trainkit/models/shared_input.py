@@ -30,10 +30,6 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     quantised, carries hooks (ZeRO-3 gathers weights in them) or computes in another dtype, each is
     called as the module it is; so they are without gradients and under torch.compile, which adds up
     by itself.
-
-    Args:
-        x: (..., H).
-        layers: each from H to its N.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return tuple(layer(x) for layer in layers)
@@ -51,13 +47,6 @@ def apply_feed_forward(
     x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, tanh_gelu: bool
 ) -> Tensor | None:
     """A feed-forward block whose layers all train in fp8, as one function.
-
-    Args:
-        x: (..., H).
-        gate: from H to F.
-        up: from H to F.
-        down: from F to H.
-        tanh_gelu: the activation is the tanh GELU instead of SiLU.
 
     Returns:
         (..., H); None where the layers have to be called one by one, as `apply_linears` decides it.

@@ -117,11 +117,7 @@ def _check_template(template: object, source: ModelOptions) -> None:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a tokenizer has learnt.
-
-    Attributes:
-        pieces: the id of each new token, with the ids that its text had before.
-    """
+    """What a tokenizer has learnt."""
 
     pieces: Mapping[int, tuple[int, ...]]
     known: tuple[str, ...]

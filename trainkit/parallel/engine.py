@@ -82,9 +82,6 @@ def pin_ahead(tensors: Iterable[torch.Tensor]) -> threading.Thread | None:
     The driver takes most of a second for a GiB. What torch has once made it keeps, and hands out
     again for whatever has a like size.
 
-    Args:
-        tensors: those of a GPU count; a tensor that is copied twice is given twice.
-
     Returns:
         What does it; None where there is nothing to do.
     """
@@ -212,11 +209,7 @@ class Saving(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What a strategy trains.
-
-    Attributes:
-        averages: the optimizer averages gradients over ranks by itself.
-    """
+    """What a strategy trains."""
 
     model: Any
     optimizer: Any
@@ -394,12 +387,6 @@ class Engine:
         watch: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """All micro-batches of a step.
-
-        Args:
-            batches: on the device, each once it is asked for.
-            count: how many there are.
-            loss: of a model and a batch: its part of the step's loss.
-            watch: is told each of them, and says what its gradients are to be multiplied with.
 
         Returns:
             The losses, 0-d each, on every rank.

@@ -34,7 +34,6 @@ class Layout:
     what speaks most lies closest together.
 
     Attributes:
-        engine: answers what differs between strategies.
         options: into how many parts matrix products, rows and layers are split.
     """
 

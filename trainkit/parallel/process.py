@@ -70,11 +70,7 @@ def whole_number(
 
 @dataclass(frozen=True)
 class Machine:
-    """What of the machine decides values of a recipe.
-
-    Attributes:
-        world_size: processes of the run, one a GPU.
-    """
+    """What of the machine decides values of a recipe."""
 
     world_size: int = 1
     on_cpu: bool = False

@@ -20,9 +20,7 @@ class Strategy:
     """One row.
 
     Attributes:
-        about: what each rank holds, for the help.
         engine: ``module:class`` of the engine, imported when a run begins.
-        config: the engine's configuration file, where it has one.
     """
 
     name: str

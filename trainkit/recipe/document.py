@@ -44,7 +44,6 @@ class Document:
     """A parsed recipe file.
 
     Attributes:
-        values: its mapping, in plain Python values.
         lines: the 1-based line of every key and list item.
     """
 

@@ -42,7 +42,6 @@ class ResolvedValue:
 
     Attributes:
         origin: where it was given, what it follows from, or whose default it is.
-        is_of_machine: another machine would use another one.
     """
 
     key: str
@@ -67,7 +66,6 @@ class LoadedRecipe:
     Attributes:
         origins: dotted key to origin: ``qwen2.yaml:14``, ``override``, ``--deepspeed``,
             ``default``, ``trainkit default`` or ``transformers default``.
-        settings: the merged values as they were given.
         base_texts: the recipes that it builds on, as they were given, the deepest first.
     """
 
@@ -90,13 +88,7 @@ class LoadedRecipe:
         only_given: bool = False,
         settled: Mapping[str, Derived] | None = None,
     ) -> Iterator[ResolvedValue]:
-        """Every value, in the order of the schema; ``training`` with what follows from the rest.
-
-        Args:
-            machine: where the run is; None leaves out what only a machine can decide.
-            only_given: leave out what nobody chose.
-            settled: dotted key to a value that was only known when the model was built.
-        """
+        """Every value, in the order of the schema; ``training`` with what follows from the rest."""
         derived = derive_values(self.recipe, machine or Machine())
         if machine is None:
             derived = {key: value for key, value in derived.items() if not value.is_of_machine}

@@ -53,7 +53,6 @@ class Field:
         type: names of ``_KINDS`` with ``|`` between.
         theirs: transformers' own default, where trainkit's is chosen here.
         whole_above_one: a share of all steps below 1, a number of steps from there on.
-        off: one more number, which means "not used".
         without: words of transformers' that are not served here, each with what to do instead.
         derived: what decides the value where nobody does.
         elsewhere: what to write instead; ``{value}`` stands for what was given.

@@ -68,11 +68,6 @@ def recipe_text(
 ) -> tuple[str, dict[int, str]]:
     """Write values as a commented recipe.
 
-    Args:
-        values: by dotted key, a section and a key deep.
-        comments: what to write behind a key.
-        header: comment lines for the top.
-
     Returns:
         The text, and the key that stands on each 1-based line.
     """

@@ -132,12 +132,6 @@ class Console:
             self._live.stop()
             self._live = None
 
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def _write(self, text: Text) -> None:
         # A command or a path that is broken into lines cannot be copied: the terminal wraps it.
         if not self._silent:

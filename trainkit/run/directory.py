@@ -50,15 +50,11 @@ class RunDirectory:
         self._step: int | None = None
         self._held: int | None = None
         self.name = root.name
-        """The directory's own name, which is the run's."""
         self.recipe = root / "recipe.yaml"
-        """The recipe as the user gave it."""
         self.resolved = root / "resolved.yaml"
         """Every recipe value in force and where it came from."""
         self.command = root / "command.sh"
-        """A script that runs the same command again."""
         self.environment = root / "environment.json"
-        """Packages, machine, GPU, git state."""
         self.data = root / "data.json"
         """What became of every data file: rows, kept, dropped, truncated, tokens."""
         self.dropped = root / "dropped.jsonl"
@@ -68,27 +64,18 @@ class RunDirectory:
         self.changes = root / "changes.jsonl"
         """One line for each start of the run: overrides, and what they changed."""
         self.kernels = root / "kernels.json"
-        """Which kernels are on, and their self-check."""
         self.memory = root / "memory.json"
         """Memory and time: what was estimated, and what was measured."""
         self.metrics = root / "metrics.jsonl"
-        """One flat line a step."""
         self.log_history = root / "log_history.json"
-        """Transformers' ``TrainerState.log_history``."""
         self.generation_eval = root / "generation_eval.json"
         """The answers generated on held-out conversations, and how many are exact."""
         self.logs = root / "logs"
-        """Folder of the per-process logs."""
         self.plots = root / "plots"
-        """Folder of the PNG curves."""
         self.report = root / "report.html"
-        """The complete record as one self-contained page."""
         self.final = root / "final"
-        """The trained model, loadable with transformers alone."""
         self.model_card = root / "README.md"
-        """What was trained, on what, with what result."""
         self.status_file = root / "status.json"
-        """running, done, failed or interrupted, and why."""
 
     # -- making and opening -------------------------------------------------------------------
 

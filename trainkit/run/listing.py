@@ -27,11 +27,8 @@ class RunSummary:
     Attributes:
         state: ``running``, ``done``, ``failed``, ``interrupted``; ``killed`` where the status says
             running and the process is gone; ``damaged`` where the status cannot be read.
-        tokens_per_second: of the last training row.
         started: ISO 8601, UTC.
-        age_seconds: since the status was written.
         checkpoints: steps that were saved, the oldest first.
-        has_final: whether the trained model is there.
     """
 
     path: str

@@ -87,12 +87,6 @@ class MetricsWriter:
             os.fsync(self._stream.fileno())
             self._stream.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _encode(row: Mapping[str, Scalar]) -> str:
     step = row.get("step")

@@ -94,11 +94,7 @@ _OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps.
-
-    Attributes:
-        broken_steps: where the metric was NaN or infinite.
-    """
+    """One metric over the steps."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -113,7 +109,6 @@ class History:
 
     Attributes:
         first: row of training; None without one.
-        evaluations: rows with figures of an evaluation, whole.
         last_step: of any row; 0 without one.
         figures: what has been drawn of them, by the name of its curve.
     """

@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ class Status:
     Attributes:
         state: ``running``, ``done``, ``failed`` or ``interrupted``. A killed process leaves
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
-        last_step: the last optimizer step known to be finished.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
-        launch: the torchrun that started it; the same after one of its restarts.
     """
 
     state: str = "running"
@@ -56,9 +53,9 @@ class Status:
         return dataclasses.replace(self, **{"updated": utc_now(), **changes})
 
 
-def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+def launch_id() -> str | None:
     """What tells one torchrun from another and outlives its restarts; None without torchrun."""
-    variables = os.environ if environ is None else environ
+    variables = os.environ
     run_id = variables.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
@@ -83,15 +80,14 @@ def this_process() -> dict[str, Any]:
     }
 
 
-def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
+def is_restarted() -> bool:
     """Whether this launch may have made a run before: it is then to be gone on with.
 
     torchrun counts the restarts of one host only. A launch of ``trainkit launch`` has a name that
     no other has, so a run of that name is its own, on whichever host and whoever restarted it.
     """
-    variables = os.environ if environ is None else environ
-    name = variables.get("TORCHELASTIC_RUN_ID", "")
-    return name.startswith(OWN_LAUNCH) or int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return name.startswith(OWN_LAUNCH) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def read_status(path: Path) -> Status:

@@ -57,12 +57,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class Save:
-    """What is to be written of one checkpoint, by this rank.
-
-    Attributes:
-        at_once: nothing is put off.
-        problem: what could not be written so far.
-    """
+    """What is to be written of one checkpoint, by this rank."""
 
     directory: Path
     at_once: bool = False

@@ -62,7 +62,6 @@ class EpochPlan:
     """The epochs of a run, counted as far as anybody asks.
 
     Attributes:
-        count: micro-batches of an epoch, on every rank.
         accumulation: micro-batches per optimizer step.
     """
 
@@ -225,7 +224,6 @@ class BatchNote:
 
     Attributes:
         slot: the number of the loading process's shard.
-        num_rows, num_dropped: rows read since the last note.
     """
 
     slot: int
@@ -483,8 +481,6 @@ class RunData:
         eval: what ``eval_loss`` is measured on, or None.
         summary: the content of ``data.json``.
         ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
-        stop_token_ids: the end-of-turn tokens that are trained.
-        parts: what it is made of, to tell what has changed.
         notes: rows that are dropped, by reason; fields and files that are not used.
         warnings: what the user should know before training.
     """

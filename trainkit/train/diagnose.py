@@ -66,7 +66,6 @@ class Outcome:
         loss: the mean over what is trained in the micro-batch; the largest, or one that is none.
         grad_norm: over all trained weights, of the same micro-batch.
         first_module: the first whose output is not finite, in the order of the forward pass.
-        largest_input: the largest finite number that went into it.
         first_gradient: of the weights without a finite gradient, the one nearest to the loss.
     """
 
@@ -222,9 +221,7 @@ class Trial:
     """The batch with something changed.
 
     Attributes:
-        what: was changed; empty for the run as it was.
         outcome: None where the model could not be built or run so.
-        is_bad: the step could not be taken.
     """
 
     what: str
@@ -242,7 +239,6 @@ class Diagnosis:
         are_the_steps: the weights are those that met the batch, not those of a checkpoint before.
         culprit: weights, learning_rate, kernel, attention, fp8, quantize, dtype, adapters, rows,
             model; None where the batch is not bad any more.
-        name: of the kernel, the weight, the rows.
     """
 
     step: int

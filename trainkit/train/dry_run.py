@@ -50,11 +50,9 @@ class OneStep(Hook):
     """Times one step on the longest batch, looks at what it holds in memory, and ends the training.
 
     Attributes:
-        longest: the micro-batch, with its counts.
         eval_loss: of the longest evaluation batch; None without evaluation data.
         seconds: the step took, kernels compiled on the way.
         optimizer_gib: the optimizer's states and fp32 masters, on one process.
-        checkpoint_gib: weights and states that a checkpoint holds.
         has_saved: whether one was written, and thrown away.
     """
 

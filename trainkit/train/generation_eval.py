@@ -39,7 +39,6 @@ class Answer:
         conversation: which conversation, counted from 0.
         turn: which of its messages, counted from 0.
         is_exact: equal except for white space at the ends.
-        scores: what each metric says of it, by name.
     """
 
     conversation: int

@@ -98,11 +98,9 @@ class LoopState:
     """What a loop trains, how far it is, and who is told.
 
     Attributes:
-        wrapped: the model as it is called in training.
         group_options: what the recipe gives the optimizer's groups, whatever a checkpoint brought.
         num_loss_ranks: ranks with a part of what a step's loss is divided by.
         norm: of the last step's gradients, before clipping.
-        latest_batch: the micro-batch that was begun last.
     """
 
     loader: Batches

@@ -35,7 +35,6 @@ class _Taken:
     Attributes:
         step, epoch: of the last of them; ``num_steps`` are in it.
         norm: None where it is among the numbers.
-        peak_bytes: of the GPU's memory.
     """
 
     step: int

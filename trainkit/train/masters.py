@@ -220,12 +220,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     # -- gradients ------------------------------------------------------------------------------
 
     def begin_micro_batch(self, model: nn.Module, *, accumulates: bool) -> None:
-        """Before each micro-batch: leave DDP the gradients that it reduces.
-
-        Args:
-            model: as accelerate has wrapped it; its ``no_sync`` is entered already.
-            accumulates: there are several micro-batches to a step, so earlier ones must join.
-        """
+        """Before each micro-batch: leave DDP the gradients that it reduces."""
         if not isinstance(model, DistributedDataParallel):
             return
         # One rank under DDP, or sync_each_batch: every micro-batch was reduced, and has to be taken

@@ -48,11 +48,7 @@ HELD = 3
 
 @dataclass(frozen=True)
 class Choice:
-    """What the layers do.
-
-    Attributes:
-        offloaded: of these, so many from the first on have their input on the host.
-    """
+    """What the layers do."""
 
     layers: int
     recomputed: int

@@ -61,7 +61,6 @@ class Start:
 
     Attributes:
         what: unbroken, killed in step 3, killed while a checkpoint was written, resumed to the end.
-        begins_at: the step of the checkpoint it went on from.
     """
 
     what: str
@@ -121,17 +120,7 @@ def rehearse(
     parent: Path = Path(),
     say: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Run, kill, resume and compare; nothing is left behind.
-
-    Args:
-        config: the recipe.
-        overrides: ``section.key=value``.
-        num_ranks: processes.
-        kills: how many; every second one is inside a save.
-        seed: of the moments.
-        parent: where the runs are while it lasts: on the disk that is to be tried.
-        say: told of each start.
-    """
+    """Run, kill, resume and compare; nothing is left behind."""
     began = time.monotonic()
     verdict = Verdict(overrides=shortened(config, overrides))
     moments = random.Random(seed)

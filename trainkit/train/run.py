@@ -40,7 +40,6 @@ class Run:
     Attributes:
         console: speaks on rank 0.
         stages: times the way to the first step.
-        data_options: how training renders conversations.
         vision: how the model takes images, or why none are read; None of a model of text.
         tasks: the questions of benchmarks; None where there are none.
         expected: the estimate of memory and time; None on a CPU.

@@ -21,11 +21,7 @@ _LARGEST = {"num_layers": 10_000, "head_dim": 8192}
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that a conversion needs, independent of how a config spells them.
-
-    Attributes:
-        is_tied: the output matrix is the embedding.
-    """
+    """The sizes that a conversion needs, independent of how a config spells them."""
 
     num_layers: int
     hidden_size: int

@@ -44,7 +44,6 @@ class LayerError:
     Attributes:
         layer: from 0; the number of layers stands for the final norm.
         max_error: largest absolute difference of a hidden state, both fed the source's.
-        max_drift: the same with each side fed its own, so that errors add up.
         max_value: largest absolute hidden state of the source.
     """
 
@@ -60,7 +59,6 @@ class Proof:
 
     Attributes:
         max_logit_error: largest absolute difference of a logit, over all tokens.
-        max_logit: largest absolute logit of the source.
     """
 
     positions: tuple[int, ...]

@@ -36,9 +36,6 @@ class PromptParity:
     """One prompt.
 
     Attributes:
-        adapter: greedy continuation of base and adapter.
-        merged: greedy continuation of the merged model.
-        max_logit_error: over the prompt and the adapter's continuation.
         divergence: mean KL(adapter || merged) a token, nats.
         effect: mean KL(adapter || base) a token, nats: what the adapter does at all.
         other_divergence: the same as ``divergence`` for the base that was not chosen, where there
@@ -99,7 +96,6 @@ def compare_with_adapter(
     packed: Collection[str] = (),
     through: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     other: TensorSource | None = None,
-    prompts: Sequence[str] = PROMPTS,
     trusted: bool = False,
 ) -> Parity:
     """Run base with adapter, base alone, and the merged model on a few prompts.
@@ -114,12 +110,11 @@ def compare_with_adapter(
             are taken through it.
         through: takes a weight through it.
         other: the weights of the merge that was not chosen, to show its error too.
-        prompts: texts; without a tokenizer next to the model, fixed token ids are used.
         trusted: run code that comes with the model.
     """
     from peft import PeftModel
 
-    encoded = _encode(merged, prompts, trusted)
+    encoded = _encode(merged, trusted)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     of_text = is_of_text_alone(adapter)
     with _loaded(base, device, None if packed else packed_from, trusted, of_text) as plain:
@@ -150,7 +145,7 @@ def compare_with_adapter(
                 effect=_divergence(theirs[i], alone[i]),
                 other_divergence=_divergence(theirs[i], others[i]) if others else None,
             )
-            for i, text in enumerate(prompts)
+            for i, text in enumerate(PROMPTS)
         )
     )
 
@@ -172,14 +167,15 @@ class _Encoded:
         return str(new) if self.tokenizer is None else str(self.tokenizer.decode(new))
 
 
-def _encode(directory: Path, prompts: Sequence[str], trusted: bool) -> _Encoded:
+def _encode(directory: Path, trusted: bool) -> _Encoded:
+    """Of texts; without a tokenizer next to the model, of fixed token ids."""
     if not (directory / "tokenizer_config.json").exists():
-        ids = [torch.arange(1, 9)[None] + 3 * i for i in range(len(prompts))]
+        ids = [torch.arange(1, 9)[None] + 3 * i for i in range(len(PROMPTS))]
         return _Encoded(ids, None)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
-    return _Encoded([tokenizer(text, return_tensors="pt").input_ids for text in prompts], tokenizer)
+    return _Encoded([tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS], tokenizer)
 
 
 @contextmanager

@@ -91,7 +91,6 @@ class Adapter:
     """A complete adapter.
 
     Attributes:
-        modules: by module name in the base model.
         replaced: tensors trained in full, by tensor name (``modules_to_save``).
     """
 

@@ -49,13 +49,7 @@ _MAX_NAMED = 4
 def base_files(
     directory: Path, *, weights: bool = True, gguf_file: str | None = None
 ) -> dict[str, str]:
-    """The digest of each file that a model is loaded from, by name.
-
-    Args:
-        directory: of the base, or its .gguf file.
-        weights: those too; a model that trains whole has its own in every checkpoint.
-        gguf_file: the one that has the weights, where it is one.
-    """
+    """The digest of each file that a model is loaded from, by name."""
     if directory.is_file():
         directory, gguf_file = directory.parent, directory.name
     found = {path.relative_to(directory) for each in _SETTINGS for path in directory.glob(each)}

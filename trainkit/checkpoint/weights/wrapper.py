@@ -19,12 +19,7 @@ _OF_A_MODEL = frozenset({"architectures", "transformers_version"})
 
 
 def restore_wrapper(directory: Path, base: Path) -> str | None:
-    """Complete a saved text model with what its base's files hold besides.
-
-    Args:
-        directory: the text model as transformers saved it, not yet published.
-        base: where it was loaded from: a directory, or a name in the hub's cache.
-    """
+    """Complete a saved text model with what its base's files hold besides."""
     base = stored_at(base)
     if not (base / "config.json").is_file():
         return None

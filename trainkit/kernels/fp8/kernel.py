@@ -222,7 +222,6 @@ class Plan(NamedTuple):
     """How rows are held in registers: (columns, padded columns) of each piece, and the launch.
 
     Attributes:
-        pieces: of a row, each a part or half of one.
         programs: of a multiprocessor, which walk over the rows; 0 for one program a tile.
     """
 

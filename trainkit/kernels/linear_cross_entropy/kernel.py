@@ -23,11 +23,6 @@ def launch(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * scale`` in ``dtype``.
 
     Twice as fast as torch's multiplication into another dtype, which reads number by number.
-
-    Args:
-        gradient: contiguous, any shape.
-        scale: 0-d, in the gradient's dtype.
-        dtype: of the result.
     """
     out = torch.empty_like(gradient, dtype=dtype)
     if count := gradient.numel():

@@ -88,7 +88,6 @@ class GateOperands:
         xa_gate: (M, R) inner product of the gate's adapter, or None.
         b_gate: (F, R) contiguous, scaled, in gate's dtype, or None.
         a_down: (R, F) contiguous, in gate's dtype, or None.
-        tanh_gelu: the activation is the tanh GELU instead of SiLU.
     """
 
     gate: Tensor

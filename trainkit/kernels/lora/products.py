@@ -89,15 +89,7 @@ def rows_pair(pair: Tensor, w_pair: Tensor, out: Tensor) -> Tensor:
 def columns(
     y: Tensor, p: Tensor, dtype: torch.dtype, *, scale: float = 1.0, transposed: bool = False
 ) -> Tensor:
-    """``scale y^T p``: (M, N) by (M, R) to (N, R), summed in fp32; (R, N) when transposed.
-
-    Args:
-        y: rows with unit column stride.
-        p: rows with unit column stride, y's dtype.
-        dtype: of the result.
-        scale: factor of the result.
-        transposed: give the result's transpose, contiguous.
-    """
+    """``scale y^T p``: (M, N) by (M, R) to (N, R), summed in fp32; (R, N) when transposed."""
     lora_rank = p.shape[1]
     if takes_kernel(lora_rank, y.dtype, y, p):
         return _launch_columns(y, p, scale, transposed).to(dtype)
@@ -114,11 +106,6 @@ def add_product(out: Tensor, p: Tensor, a: Tensor) -> Tensor:
 
     For a product that could not add by itself. Elsewhere let the matrix library add, which costs
     one read less.
-
-    Args:
-        out: rows with unit column stride.
-        p: rows with unit column stride, out's dtype.
-        a: one of its strides is 1; out's dtype.
     """
     lora_rank = p.shape[1]
     if not takes_kernel(lora_rank, out.dtype, out, p, a) or not out.numel():

@@ -45,14 +45,7 @@ NAME = "trainkit"
 
 @dataclass(frozen=True)
 class Attention:
-    """What a run attends with, and why.
-
-    Args:
-        name: the value for ``attn_implementation``.
-        reason: for the run's record.
-        engine: what packed rows and windows run on at best; None for transformers' own attention.
-        checks: the comparison with eager attention, one row for each batch that was tried.
-    """
+    """What a run attends with, and why."""
 
     name: str
     reason: str

@@ -3,13 +3,12 @@
 The mask that arrives says what to compute: a `Pattern` runs on the fastest engine that serves the
 layer (SDPA's causal kernel, varlen, flex, blocks), a dense mask on SDPA. Whatever a layer passes is
 served or refused by name, never dropped. Grouped key and value heads are not repeated where a
-kernel takes them as they are. Shapes: B batch, S sequence, D head size.
+kernel takes them as they are.
 
-Attention document by document and block by block: what runs where no fast kernel does.
-
-It serves every causal pattern, soft caps, sinks and dropout, on any device and in any dtype. Scores
-(or masks) of `BLOCK` queries at most are held at a time. Shapes: B batch, H heads, S sequence,
-D head size, C queries of a block, K its keys.
+Attention document by document and block by block, where no fast kernel runs, serves every causal
+pattern, soft caps, sinks and dropout, on any device and in any dtype. Scores (or masks) of `BLOCK`
+queries at most are held at a time. Shapes: B batch, H heads, S sequence, D head size, C queries of
+a block, K its keys.
 """
 
 import functools

@@ -99,18 +99,7 @@ current_batch: ContextVar[Batch | None] = ContextVar("current_batch", default=No
 
 
 class Pattern:
-    """A causal mask that is not spelled out. To the layers it is opaque.
-
-    Args:
-        function: transformers' mask of one document.
-        batch_size: B.
-        length: S.
-        device: of the batch.
-        engine: the fastest that may run.
-        documents: None where each row is one.
-        use_vmap: the function takes single indices only.
-        split: how rows are shared by ranks; the mask is that of whole ones.
-    """
+    """A causal mask that is not spelled out. To the layers it is opaque."""
 
     def __init__(
         self,

@@ -5,12 +5,9 @@ one that every class of transformers brings along: as padded rows, and packed wh
 The truth for packed rows is each document alone.
 
 The logits show whether the whole is right, up to what rounding through all layers explains; each
-layer by itself, on its own inputs, shows what that would hide (`layer_proof`). How far two right
+layer by itself, on its own inputs, shows what that would hide. How far two right
 implementations may lie apart is measured, not guessed: for the logits eager runs once more with the
-result of every module moved by a rounding of the dtype. Shapes: B batch, S sequence, T tokens,
-V vocabulary.
-
-The proof at start, layer by layer: the chosen attention against eager's on one input.
+result of every module moved by a rounding of the dtype.
 
 Over a whole model rounding adds up, until an effect of a few percent drowns in it. Here each layer
 answers for itself: what it hands to the chosen attention (queries, keys, values) goes to
@@ -18,11 +15,7 @@ transformers' eager one as well, in a wider dtype, and each document alone. The 
 to scores of order one, so that masks, caps, sinks and scales act in models whose own scores are
 tiny or huge.
 
-Shapes: B batch, H heads, S sequence, D head size, T tokens that are compared.
-
-The small batches on which the chosen attention and eager attention are compared.
-
-Shapes: B batch, S sequence, T tokens that are compared, V vocabulary.
+Shapes: B batch, H heads, S sequence, D head size, T tokens that are compared, V vocabulary.
 """
 
 from __future__ import annotations

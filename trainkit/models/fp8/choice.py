@@ -100,8 +100,6 @@ class Fp8Choice:
     Attributes:
         kept: why other linear layers keep 16 bits, and how many.
         loss: of the plain model, in nats; None where nothing was measured.
-        loss_increase: of all that was chosen together: expected.
-        seen_increase: the same on the very text, noisier.
     """
 
     policy: Mapping[str, Any]
@@ -302,7 +300,6 @@ class Candidates:
 
     Attributes:
         layers: those that could run in fp8, by name.
-        kept: why the others cannot, and how many there are.
     """
 
     layers: Mapping[str, nn.Linear]

@@ -20,7 +20,6 @@ class TrainedFp8(nn.Module):
     """``nn.Linear`` with products in fp8.
 
     Attributes:
-        backward_in_fp8: whether dx and dW are.
         in_evaluation: whether fp8 is kept in evaluation mode, to measure what it costs.
         kept: holds codes from one use to the next; None quantises at each use.
     """
@@ -106,12 +105,7 @@ def swap_in(
 
 
 def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers.
-
-    Args:
-        x: (..., K).
-        layers: each from K to its N.
-    """
+    """The outputs of layers that share x; those that are not in fp8 now are plain linear layers."""
     chosen = [
         layer.directions() if isinstance(layer, TrainedFp8) and layer.runs_fp8 else Directions()
         for layer in layers
@@ -124,13 +118,7 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 def feed_forward_in_fp8(
     x: Tensor, layers: Sequence[nn.Module], *, tanh_gelu: bool
 ) -> Tensor | None:
-    """A feed-forward block in one function; None where its layers' states do not allow it.
-
-    Args:
-        x: (..., H).
-        layers: gate, up and down.
-        tanh_gelu: the activation is the tanh GELU instead of SiLU.
-    """
+    """A feed-forward block in one function; None where its layers' states do not allow it."""
     gate, up, down = layers
     for layer in layers:
         if not (isinstance(layer, TrainedFp8) and layer.runs_fp8 and layer.backward_in_fp8):

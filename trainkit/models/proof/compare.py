@@ -316,16 +316,7 @@ def why_not(
     decides: Sequence[str] | None = None,
     plain: Callable[..., Any] | None = None,
 ) -> str | None:
-    """Why a module that gave the same numbers as ours may still be another function.
-
-    Args:
-        module: in the mode in which it gave them.
-        ours: in its place.
-        inputs: of both.
-        allowed: of `BRANCHES`, what is known to be seen on both sides.
-        decides: what the module decides by, where some of it is known to do no harm.
-        plain: calls the module; None where it is called with the inputs as they are.
-    """
+    """Why a module that gave the same numbers as ours may still be another function."""
     if found := decisions(module) if decides is None else decides:
         return f"it decides by {found[0]}"
     with other_mode(module) as mode, torch.no_grad():

@@ -49,12 +49,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class SplitMLP(KernelForward):
-    """``down(act(gate(x)) * up(x))`` with the gate in one kernel.
-
-    Attributes:
-        linears: the names of gate, up and down.
-        activation: "silu" or "gelu_tanh".
-    """
+    """``down(act(gate(x)) * up(x))`` with the gate in one kernel."""
 
     uses = ("swiglu",)
 
@@ -88,11 +83,7 @@ class GeluMLP(SplitMLP):
 
 
 class PackedMLP(KernelForward):
-    """``swiglu_packed`` on one projection that gives gate and up.
-
-    Attributes:
-        order: which half comes first.
-    """
+    """``swiglu_packed`` on one projection that gives gate and up."""
 
     uses = ("swiglu_packed",)
 
@@ -112,7 +103,6 @@ class SlicedMLP(KernelForward):
 
     Attributes:
         form: how gate and up are given, and the names of the linears.
-        activation: "silu" or "gelu_tanh".
     """
 
     form: ClassVar[tuple[str, ...]]
@@ -286,8 +276,6 @@ class Experts(KernelForward):
     """The two grouped products, the gate and the sum in one op.
 
     Attributes:
-        weights: the names of gate with up, and of down.
-        biases: the names of theirs, or nothing.
         sorted_rows: whether it is given rows for each expert in turn, and no routes. A row of zeros
             then gives zeros, and no gradient, so it is sent to no expert.
     """

@@ -46,9 +46,7 @@ class NormSettings(NamedTuple):
     """What a norm computes, and where its module keeps what it computes with.
 
     Attributes:
-        epsilon: of the attribute that holds it, or the number.
         centred: LayerNorm, which takes the mean off first.
-        own_under_autocast: what torch does under autocast, it does itself.
     """
 
     weight: str
@@ -201,11 +199,7 @@ _KEEPS_SHAPE = {"forward", "to", "silu", "super"}
 
 
 class GatedNormSettings(NamedTuple):
-    """What a gated norm computes, as ``kernels.gated_rms_norm`` takes it.
-
-    Attributes:
-        epsilon: of the attribute that holds it, or the number.
-    """
+    """What a gated norm computes, as ``kernels.gated_rms_norm`` takes it."""
 
     weight: str
     epsilon: str | float

@@ -54,13 +54,7 @@ _plans: dict[object, "Plan"] = {}
 
 @dataclass(frozen=True)
 class Part:
-    """What one op does to the modules of one signature.
-
-    Args:
-        finding: what they were found to be.
-        kind: their class.
-        label: what is tried alone when the whole fails; one op may have several.
-    """
+    """What one op does to the modules of one signature."""
 
     finding: Finding
     kind: str
@@ -89,11 +83,7 @@ class Plan:
     seconds: float = 0.0
 
     def digest(self, without: Iterable[str] = ()) -> str:
-        """The same for the same plan, on every rank and in every run.
-
-        Args:
-            without: names of modules that stay plain.
-        """
+        """The same for the same plan, on every rank and in every run."""
         lines = sorted(
             f"{kind} {part.label} {part.finding.verdict} {sorted(part.finding.settings.items())}"
             for kind, parts in self.parts.items()

@@ -111,14 +111,7 @@ def make_replica(
     few_experts: bool = False,
     least_layers: int = 1,
 ) -> PreTrainedModel:
-    """The plain model with a layer of each kind and random weights, in the model's dtype and place.
-
-    Args:
-        model: patched or not.
-        vocabulary: the most tokens that it knows, if that is fewer than it may.
-        few_experts: with no more experts than its routers need, where all would take gigabytes.
-        least_layers: that it has, if the model has them.
-    """
+    """The plain model: a layer of each kind, random weights, in the model's dtype and place."""
     causal_lm: Any = outermost(model)
     if all(each.is_meta for each in (*causal_lm.parameters(), *causal_lm.buffers())):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

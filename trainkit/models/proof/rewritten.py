@@ -65,7 +65,6 @@ class Rewritten(KernelForward):
     """Hugging Face's methods with what the class attributes say replaced.
 
     Attributes:
-        turning: names of turning functions, and which variant each is.
         linears: linear layers that may be read together where the source reads one variable.
         read_together: the groups of ``linears`` that are.
         joined: the names of ``norms`` that do.
@@ -151,7 +150,6 @@ class Turn(NamedTuple):
     Attributes:
         angles: "" for each angle twice, in halves; "half": each once; "paired": in neighbours.
         sign: -1 turns back.
-        interleaved: neighbours are a pair, else halves.
         unpairs: the columns are sorted from neighbours into halves first.
     """
 

@@ -31,7 +31,6 @@ class Chain:
         before: what has weights and runs before the layers, with whether its result has a row for
             each row of a batch, and the result's width.
         num_outputs: of a layer: 0 where it gives the states alone, else the length of its tuple.
-        layer_weights: that a token is multiplied with in a layer, in the mean.
     """
 
     layers: str
@@ -66,12 +65,7 @@ _FAILURES = (*FAILURES, _NoChain, TrainkitError, ArithmeticError)
 
 
 def find_chain(config: Any, replica_of: Callable[[Any], Any]) -> Chain:
-    """The chain that a model of a configuration is.
-
-    Args:
-        config: the model's.
-        replica_of: makes a small model of the same classes and settings of it.
-    """
+    """The chain that a model of a configuration is."""
     try:
         model = replica_of(config)
         chain = _recorded(model)
@@ -300,14 +294,7 @@ class _NoEmbedding(Placeholder):
 
 
 def foreign(base: Any, share: Share, chain: Chain, *, ties: bool) -> list[tuple[nn.Module, str]]:
-    """The modules that other ranks hold: (parent, name of the child).
-
-    Args:
-        base: the causal language model, whole.
-        share: of this rank.
-        chain: what it is.
-        ties: the head is the embeddings' weight: both ends then hold both.
-    """
+    """The modules that other ranks hold: (parent, name of the child)."""
     layers = base.get_submodule(chain.layers)
     found = [(layers, str(index)) for index in range(len(layers)) if index not in share.layers]
     for names, has, twice in (

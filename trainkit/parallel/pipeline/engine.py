@@ -94,15 +94,7 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def write_shards(
     weights: Mapping[str, torch.Tensor] | None, folder: Path, *, group: Any, rank: int, size: int
 ) -> None:
-    """Write this rank's file, and the index of all; every rank of a group calls it.
-
-    Args:
-        weights: by name, no two of them one; None writes nothing, where another rank has the same.
-        folder: there is one.
-        group: the ranks of a pipeline.
-        rank: within it.
-        size: of it.
-    """
+    """Write this rank's file, and the index of all; every rank of a group calls it."""
     name = f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
     part: dict[str, Any] = {"names": [], "bytes": 0, "numbers": 0, "problem": None}
     if weights is not None:

@@ -204,11 +204,7 @@ _TOKENS_STEP = 64
 
 @dataclass(frozen=True)
 class Wire:
-    """What the ranks of a pipeline agree on.
-
-    Attributes:
-        last: global rank of the one with the head.
-    """
+    """What the ranks of a pipeline agree on."""
 
     group: Any
     last: int

@@ -213,11 +213,7 @@ class NumberGuard:
         return count
 
     def flush(self, until: int | None = None) -> None:
-        """Wait for the last step's verdict; before anything is saved, logged or evaluated.
-
-        Args:
-            until: a later step's need not be there yet.
-        """
+        """Wait for the last step's verdict; before anything is saved, logged or evaluated."""
         step = self._unread
         if step is None or (until is not None and step.step > until):
             return
@@ -386,7 +382,6 @@ class NumberPolicy:
         on_bad: stop, skip or roll_back.
         max_rollbacks: how often the run may go back.
         spike: see `limit`; None watches for no spike.
-        window: steps that a loss is compared with.
         passed_over: steps whose update is left out whatever their numbers: the run has gone back
             to before them.
         in_a_row: steps skipped since the last that was taken.
@@ -489,7 +484,6 @@ class BadBatch:
 
     Attributes:
         kind: loss, gradient, spike or weights: what was bad.
-        says: the sentence that the user read.
         losses: of the micro-batches, each its part of the step's loss.
         rows: the samples of each micro-batch, ``file:line`` where that is known.
         extras: what else they hold, by name: plain values.

@@ -31,7 +31,6 @@ class MemoryShortageError(TrainkitError):
     Attributes:
         rows: of the micro-batch that did not fit; 0 where it was not one of training.
         fits: rows that do; 0 where nobody has tried.
-        is_agreed: all ranks have raised it together.
     """
 
     rows = 0

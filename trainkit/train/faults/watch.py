@@ -48,8 +48,6 @@ class _Line:
 
     Attributes:
         launch: tells this start of the run from earlier ones.
-        beats: seconds it has lived, more or less.
-        marks: how often it came further.
         ended: why it failed; empty while it lives.
     """
 

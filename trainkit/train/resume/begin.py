@@ -226,11 +226,6 @@ def go_back(run: Run, bad: NumberError | MemoryShortageError, overrides: tuple[s
     """Give the memory of the old model back, find the last checkpoint, and record the step.
 
     As for a process that starts: nothing of the attempt that met the bad step is used again.
-
-    Args:
-        run: whose model is gone.
-        bad: names the step. A step with bad numbers is left out from here on.
-        overrides: what is otherwise from here on, as a user would give it.
     """
     run.layout.engine.forget()
     gc.collect()
