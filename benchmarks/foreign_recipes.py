@@ -302,7 +302,7 @@ def swift(file: Path) -> dict[str, Any]:
     launcher = CLONES[0] / "ms-swift" / str(args.get("config_file"))
     by_accelerate = launcher.is_file() and "FSDP" in launcher.read_text(encoding="utf-8")
     found["is_sharded"] |= by_accelerate
-    if counts:
+    if counts and not args.get("streaming"):
         found["counts"] = [int(count) for count in counts]
     if not args.get("fsdp") and not by_accelerate:  # whose file may say so itself
         found["training.gradient_checkpointing"] = args["gradient_checkpointing"]
