@@ -53,7 +53,7 @@ def test_another_unicode_encoding_is_named(write, ready, encoding):
 
 
 @pytest.mark.parametrize(
-    "payload", [b'{"a": "\x07"}', b'{"a": "b', b'{"a": 1,}', b'{"a": "\\x"}', b"{a}", b"{", b"1 2"]
+    "payload", [b'{"a": "\x07"}', b'{"a": "b', b'{"a": 1,}', b'{"a": "\\x"}', b"{a}", b"{1", b"1 2"]
 )
 def test_where_the_json_ends_is_a_sentence(payload):
     """Whatever Python has to say of it; some of its sentences end with "at"."""
