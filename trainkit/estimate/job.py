@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.options import LoraOptions
+from trainkit.options import DistillOptions, LoraOptions
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,7 @@ class Job:
         tensor: ranks that share each matrix product.
         train: parts of the model, without adapters.
         has_images: among the rows, so that attention may need a mask of each row squared.
+        distill: the loss of a distillation, and the rows of the teacher's output layer.
     """
 
     config: str
@@ -202,6 +203,7 @@ class Job:
     tensor: int = 1
     train: tuple[str, ...] = ("text",)
     has_images: bool = False
+    distill: tuple[DistillOptions, int] | None = None
 
     @property
     def sees(self) -> bool:

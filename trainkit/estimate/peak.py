@@ -367,7 +367,7 @@ def peak_of_rank(plan: Plan, *, is_first: bool = False) -> Peak:
     """The peak of one rank's optimizer step, by its own share of a plan (see `ranks`)."""
     makes_states = is_first and not plan.flat and (not plan.stage or plan.fsdp)
     fixed = {
-        "weights": weights(plan),
+        "weights": weights(plan) + plan.second,
         "masters": masters(plan),
         "optimizer": optimizer(plan),
         "buffers": buffers(plan) + plan.wire,

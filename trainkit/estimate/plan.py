@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainkit.estimate.job import Adapters, Job, Matrices, ModelShape
+from trainkit.options import DistillOptions
 from trainkit.options.model import ALL, LORA_OPS, OPS, Fp8Options
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Plan:
         upcast: everything that is not quantised is fp32 (peft's prepare_model_for_kbit_training).
         train: parts of the model, without adapters.
         image_tokens: of a micro-batch, those that stand for images.
+        distill: as `Job` has it.
+        second: bytes of the weights of a teacher, or of the model before training, on each rank.
     """
 
     shape: ModelShape
@@ -113,6 +116,8 @@ class Plan:
     upcast: bool = False
     train: tuple[str, ...] = ("text",)
     image_tokens: int = 0
+    distill: tuple[DistillOptions, int] | None = None
+    second: float = 0.0
 
     @property
     def dealt(self) -> list[list[int]]:
@@ -177,6 +182,7 @@ class Plan:
             tensor=self.tensor,
             train=self.train,
             has_images=self.image_tokens > 0,
+            distill=self.distill,
         )
 
     @functools.cached_property

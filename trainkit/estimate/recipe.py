@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.estimate import Replan
 from trainkit.estimate.job import Adapters, ModelShape
 from trainkit.estimate.peak import RANK, keep_to_budget, optimizer_bytes, split
@@ -84,9 +84,29 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
             row, part, full=lora is None, rank=_rank(training), args=training.get("optim_args")
         ),
     )
+    plan = replace(plan, **_second(recipe, plan))
     # As many as a row may hold: the run itself counts those of its data.
     plan = replace(plan, image_tokens=plan.tokens if sees else 0)
     return _recomputing(_in_fp8(plan, recipe), recipe)
+
+
+def _second(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """The weights of another model that is there whole, and what its logits go into."""
+    options = recipe.distill
+    if options is None or options.teacher is None:
+        shape, dtype = plan.shape, recipe.model.dtype
+        if recipe.asks_reference != "second model":
+            return {}
+    else:
+        dtype = options.teacher_dtype or recipe.model.dtype
+        try:
+            shape = find_shape(options.teacher, options.teacher_revision)
+        except ModelError as error:
+            raise ModelError(error.what, where="distill.teacher", fix=error.fix) from error
+    found = {"second": float((shape.parameters + shape.tower) * (4 if dtype == "float32" else 2))}
+    if options is None:
+        return found
+    return {**found, "distill": (options.replace(on_policy=None), shape.vocab)}
 
 
 def has_images(recipe: Recipe) -> bool:
@@ -200,7 +220,7 @@ _LEFT_OUT = {
     "orpo": "of a trained head the second product over the vocabulary is left out",
     "simpo": "of a trained head the second product over the vocabulary is left out",
     "reward": "it takes less: its head has one output",
-    "distill": "a teacher's weights, and logits of both models at once, are left out",
+    "distill": "the time in which a teacher is asked is left out",
 }
 """What the estimate does not know of an objective."""
 
@@ -220,8 +240,6 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
         found.append("training.torch_compile is not counted: measure with --dry-run")
     if recipe.model.attn_implementation == "eager":
         found.append("model.attn_implementation: eager is not counted: it keeps all scores")
-    if recipe.asks_reference == "second model":
-        found.append("preference.precompute_reference: false has a second model, not counted")
     if recipe.objective != "sft":
         found.append(
             f"objective {recipe.objective} is counted as sft: {_LEFT_OUT[recipe.objective]}"

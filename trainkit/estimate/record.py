@@ -35,6 +35,8 @@ from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
 from trainkit.models.recompute import is_cheap, is_kept
 from trainkit.models.vision import attend_in_tower, blank_images, parts_of, sees_ahead
+from trainkit.objectives.distill import DistillLoss
+from trainkit.objectives.objective import LossSetup
 from trainkit.options.vision import VISION
 
 _T = TypeVar("_T")
@@ -426,11 +428,32 @@ def _step(
             hooks.enter_context(embed.register_forward_hook(lambda *args: args[2].requires_grad_()))
         _give_away(model, tracker, hooks)
         with as_computed(job):
-            loss = model(**batch).loss
+            loss = model(**batch).loss if job.distill is None else _distilled(model, batch, job)
         loss.backward()
         tracker.begin("done")
         del loss
     return _recording(short, tracker, watch)
+
+
+class _Teacher(nn.Module):
+    """Has its logits, and nothing else."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.vocab, self.dtype = vocab, dtype
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Any = 0, **_: Any) -> dict[str, Tensor]:
+        kept = input_ids[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else input_ids
+        return {"logits": torch.empty(*kept.shape, self.vocab, dtype=self.dtype)}
+
+
+def _distilled(model: Any, batch: dict[str, Any], job: Job) -> Tensor:
+    """A distillation's own loss, of which the teacher's logits are there and its layers not."""
+    assert job.distill is not None
+    options, vocab = job.distill
+    teacher = _Teacher(vocab, model.dtype)
+    setup = LossSetup(model, takes_num_items=False, distill=options, teacher=teacher)
+    return DistillLoss(setup).evaluate(model, batch, 1).loss_sum
 
 
 def _give_away(model: nn.Module, tracker: Tracker, hooks: contextlib.ExitStack) -> None:

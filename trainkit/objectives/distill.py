@@ -115,7 +115,7 @@ class DistillLoss:
             raise RecipeError(
                 "the teacher is not here: only a run has it at hand", where="distill.teacher"
             )
-        chosen = targets[is_trained]
+        chosen = targets.flatten()[is_trained.flatten().nonzero()[:, 0]]
         chunk = max(1, _CHUNK_ELEMENTS // student.shape[1])
         sums = [
             checkpoint(self._chunk, *parts, use_reentrant=False)
@@ -155,7 +155,7 @@ def _trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Ten
     keeps = "logits_to_keep" in inspect.signature(base.forward).parameters
     if not keeps or len(is_trained) > 1:
         logits: Tensor = model(**inputs)["logits"]
-        return logits[is_trained]
+        return logits.flatten(0, 1)[is_trained.flatten().nonzero()[:, 0]]
     places = is_trained[0].nonzero()[:, 0]
     if not len(places):  # a row that only fills a batch
         places = places.new_zeros(1)
