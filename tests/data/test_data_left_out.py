@@ -7,7 +7,7 @@ from conftest import chat
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.datasets import hold_out
-from trainkit.data.summary import verdict
+from trainkit.data.summary import notes_of, verdict
 from trainkit.errors import DataError, RecipeError
 from trainkit.options import DataSection
 
@@ -43,6 +43,7 @@ def test_the_first_of_rows_with_the_same_tokens_and_mask_stays(write, ready, dro
     assert [row["reasons"] for row in data.summary["files"]] == [{"duplicate": 2}] * 2
     rows = next(each for each in verdict(data.summary) if each.check == "rows")
     assert (rows.status, "4 left out" in rows.detail) == ("ok", True)
+    assert notes_of(data.summary, "data")[0].startswith("data: 4 of 14 rows are left out\n")
     again = ready(first, second, deduplicate=True)
     assert all(source["cached"] for source in again.summary["sources"])
     assert samples(again) == wanted

@@ -12,13 +12,14 @@ from trainkit.errors import RecipeError
 from trainkit.recipe import Recipe
 
 
-def test_a_step_is_that_of_the_unshared_pairs(tmp_path):
+@pytest.mark.parametrize("given", [{}, {"objective": "orpo", "preference": {"sft_prompt": True}}])
+def test_a_step_is_that_of_the_unshared_pairs(given, tmp_path):
     """In fp64: answers of every length, a reference that is asked live, and figures too."""
     rows, gradients = [], []
     for share in (False, True):
         _, _, (row,), found = step_of(
             tmp_path / str(share), packing=True, batch=12, max_steps=1, prepare=attending,
-            preference={"share_prompts": share},
+            **{**given, "preference": {**given.get("preference", {}), "share_prompts": share}},
         )  # fmt: skip
         rows.append(row)
         gradients.append(found)

@@ -17,7 +17,7 @@ from trainkit.data.files import read_rows
 from trainkit.data.formats import decode_row, guess_columns
 from trainkit.data.images import REPAIRS
 from trainkit.data.options import DataOptions
-from trainkit.data.store import Entry, tokenizer_digest
+from trainkit.data.store import LEFT_OUT, Entry, tokenizer_digest
 from trainkit.errors import DataError
 
 MIN_SHARE = 0.01
@@ -216,7 +216,8 @@ def notes_of(summary: Mapping[str, Any], what: str) -> list[str]:
             for reason, row in dropped.items()
         ]
         rows = summary["totals"]["rows"]
-        notes.append("\n".join([f"{what}: {total} of {rows} rows are dropped", *lines]))
+        verb = "left out" if dropped.keys() <= LEFT_OUT else "dropped"
+        notes.append("\n".join([f"{what}: {total} of {rows} rows are {verb}", *lines]))
     return notes
 
 
