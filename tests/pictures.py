@@ -39,10 +39,10 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% endif %}"""
 
 
-def make_tokenizer(kind):
+def make_tokenizer(kind, tokenizer=None):
     import tiny
 
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = tokenizer or tiny.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[kind]})
     names = ("boi_token", "image_token", "eoi_token")
     if kind == "crops":
@@ -198,15 +198,18 @@ def make_config(model_type, tokenizer):
     )
 
 
-def make_model_directory(model_type, directory, *, seed=0):
+def make_model_directory(model_type, directory, *, seed=0, tokenizer=None, change=None):
     """Weights that are no zeros anywhere, so that what is wrong shows."""
     import torch
     from transformers import AutoModelForImageTextToText
 
     kind = KINDS[model_type]
-    tokenizer = make_tokenizer(kind)
+    tokenizer = make_tokenizer(kind, tokenizer)
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(make_config(model_type, tokenizer))
+    config = make_config(model_type, tokenizer)
+    if change is not None:
+        change(config)
+    model = AutoModelForImageTextToText.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.15)

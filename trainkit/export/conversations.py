@@ -1,5 +1,7 @@
 """Twenty conversations of the kinds that a run trained on: its own, and made ones."""
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -7,6 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image as Pil
 
 from trainkit.data.files import read_rows, resolve_files
 from trainkit.data.messages import Conversation, Row, RowError, TextRow
@@ -192,3 +197,19 @@ def _conversation(text: str, shape: int) -> Conversation:
     ]
     messages = shapes[shape % len(shapes)]
     return conversation_of(messages, [_TOOL] if called in messages else None)
+
+
+def made_pictures() -> list[Conversation]:
+    """Questions about pictures that look alike at any size: four fields of a color each."""
+    found = []
+    for seed in range(_NUM_PICTURES):
+        levels = np.random.default_rng(seed).integers(0, 255, (2, 2, 3)).astype(np.uint8)
+        stream = io.BytesIO()
+        Pil.fromarray(levels.repeat(_HALF_SIDE, 0).repeat(_HALF_SIDE, 1)).save(stream, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        parts = [{"type": "image", "url": url}, {"type": "text", "text": "What is this?"}]
+        found.append(conversation_of([{"role": "user", "content": parts}]))
+    return found
+
+
+_NUM_PICTURES, _HALF_SIDE = 8, 224

@@ -72,9 +72,10 @@ def check_llama_cpp(kind: str) -> None:
         )
 
 
-def convert(model: Path, target: Path, kind: str, name: str) -> None:
+def convert(model: Path, target: Path, kind: str, name: str, *, is_projector: bool = False) -> None:
     command = module_command("trainkit.export.llama_process", "convert", str(model.absolute()))
     command += ["--outfile", str(target.absolute()), "--outtype", kind, "--model-name", name]
+    command += ["--mmproj"] if is_projector else []
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=_environment(), check=False
     )
@@ -139,15 +140,20 @@ class LlamaServer:
     """A GGUF in llama.cpp's server on this machine's CPU."""
 
     def __init__(
-        self, file: Path, context: int, variables: Mapping[str, Any] | None = None
+        self,
+        file: Path,
+        context: int,
+        variables: Mapping[str, Any] | None = None,
+        seeing: Sequence[Any] = (),
     ) -> None:
         self.version = f"llama.cpp's server (xllamacpp {importlib.metadata.version('xllamacpp')})"
         self._variables = dict(variables or {})
         self._letter: int | None = None
         self._key = secrets.token_hex(16)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        words = map(str, (file, context, *seeing))
         self._process = subprocess.Popen(
-            module_command("trainkit.export.llama_process", "serve", str(file), str(context)),
+            module_command("trainkit.export.llama_process", "serve", *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -170,7 +176,13 @@ class LlamaServer:
         body = {"content": text, "add_special": True, "parse_special": True}
         return [int(token) for token in self._post("/tokenize", body)["tokens"]]
 
-    def log_probs(self, input_ids: Sequence[int], vocab_size: int) -> Tensor:
+    def look(self, row: Conversation, vocab_size: int) -> Tensor:
+        """What `log_probs` has behind a question with images."""
+        images = [source.partition(",")[2] for each in row.messages for source in each.images]
+        prompt = {"prompt_string": self.prompt(row), "multimodal_data": images}
+        return self.log_probs(prompt, vocab_size)
+
+    def log_probs(self, prompt: Any, vocab_size: int) -> Tensor:
         wanted = min(vocab_size, _MOST_ASKED)
         # A token that ends within a character is held back, and its probabilities with it. So a
         # plain letter is forced; what is reported is from before such a bias.
@@ -179,7 +191,7 @@ class LlamaServer:
         body: dict[str, Any] = {"n_predict": 1, "temperature": 0, "n_probs": wanted}
         body["cache_prompt"] = True
         body["logit_bias"] = [[self._letter, _FORCED]]
-        said = self._post("/completion", {"prompt": list(input_ids), **body})
+        said = self._post("/completion", {"prompt": prompt, **body})
         top = said["completion_probabilities"][0]["top_logprobs"]
         ids = torch.tensor([entry["id"] for entry in top])
         values = torch.tensor([float(entry["logprob"]) for entry in top])
@@ -240,6 +252,9 @@ class LlamaServer:
 
 def _message(message: Message) -> dict[str, Any]:
     sent = as_turn(replace(message, train=None))
+    for part in sent["content"] if message.images else ():
+        if part["type"] == "image":
+            part |= {"type": "image_url", "image_url": {"url": part.pop("url")}}
     for place, call in enumerate(sent.get("tool_calls", ())):
         call.setdefault("id", f"call{place:05d}")
         arguments = call["function"]["arguments"]

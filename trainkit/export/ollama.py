@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.data.messages import Conversation, TextRow
 from trainkit.errors import ModelError
 from trainkit.export.gguf import (
@@ -49,9 +50,10 @@ def write(source: Source, staging: Path, job: Job) -> Written:
         certificate = job.certify(source, through_ollama, note, is_quantized=quantized)
     text = modelfile(file.name, through_ollama.wrapping, source, job.system, work)
     (staging / "Modelfile").write_text(text, encoding="utf-8")
+    notes = ["Ollama gets the text model alone"] if "vision_config" in read_config(work) else []
     shutil.rmtree(work)
     name, path = shlex.quote(job.name), shlex.quote(str((job.out / "Modelfile").absolute()))
-    return Written(certificate, f"ollama create {name} -f {path} && ollama run {name}")
+    return Written(certificate, f"ollama create {name} -f {path} && ollama run {name}", notes)
 
 
 class OllamaServed(GgufServed):

@@ -45,7 +45,8 @@ def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
         if not job.as_adapter:
             refuse_unmergeable(plain)
         free_space_check(job.out, int(module.COPIES * stored_bytes(plain)))
-        source = replace(open_source(paths, job.any_base, job.say), paths=plain)
+        trained = open_source(paths, job.any_base, job.say, shows_pictures=target == "gguf")
+        source = replace(trained, paths=plain)
         with staged_directory(job.out, metadata={"kind": "export", "target": target}) as staging:
             written = module.write(source, staging, job)
             certificate = {

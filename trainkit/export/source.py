@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.checkpoint.merge.merge import own_base
@@ -13,6 +15,7 @@ from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, verify_directory
 from trainkit.data import DataOptions
 from trainkit.data.messages import Conversation
 from trainkit.data.template import ChatTemplate, freeze_dates
+from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import ModelError
 from trainkit.export.certificate import (
     MIN_AGREEMENT,
@@ -22,7 +25,7 @@ from trainkit.export.certificate import (
     certify,
     released,
 )
-from trainkit.export.conversations import Prompt, conversations_of
+from trainkit.export.conversations import Prompt, conversations_of, made_pictures
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import ModelPaths, is_trained_on_texts, run_settings
 from trainkit.options import LoraOptions
@@ -100,6 +103,9 @@ class Source:
             conversations with tools.
         variables: of the template, with their defaults, that rows of the run set otherwise.
         stop_ids: tokens that end an answer, the trained ones first.
+        pictures: logits of the first token of answers to `made_pictures`, where the model sees.
+        picture_tokens: of the longest of their prompts.
+        limits: the fewest and the most tokens of an image, where its size decides how many.
     """
 
     paths: ModelPaths
@@ -113,6 +119,9 @@ class Source:
     stop_tokens: tuple[str, ...]
     reference: Reference
     notes: tuple[str, ...]
+    pictures: Tensor | None = None
+    picture_tokens: int = 0
+    limits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,9 @@ class Written:
     notes: Sequence[str] = ()
 
 
-def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -> Source:
+def open_source(
+    paths: ModelPaths, any_base: bool, say: Callable[[str], None], *, shows_pictures: bool = False
+) -> Source:
     """Load the trained model, ask it what the export will be asked, and let go of it."""
     for directory in (paths.directory, paths.adapter):
         if directory is not None and (directory / MANIFEST_NAME).exists():
@@ -183,6 +194,12 @@ def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -
                 where=paths.tokenizer,
             )
         reference = ask_trained(engine, prompts, has_adapter=paths.adapter is not None)
+        sees = shows_pictures and isinstance(engine.vision, Vision) and not is_text
+        made = made_pictures() if sees else []
+        pictures = torch.stack([engine.next_logits(row) for row in made]) if made else None
+        picture_tokens = max((len(engine.prompt_ids(row)) for row in made), default=0)
+        limits = _limits(engine.vision) if made else ()
+        blind = engine.vision.why if isinstance(engine.vision, NoVision) else None
         options, tokenizer, ends = engine.options, engine.tokenizer, engine.stop_ids
         del engine
     rows = [prompt.row for prompt in prompts if isinstance(prompt.row, Conversation)]
@@ -199,11 +216,27 @@ def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -
         stop_ids=ends,
         stop_tokens=tuple(str(tokenizer.convert_ids_to_tokens(end)) for end in ends),
         reference=reference,
-        notes=tuple(_notes(prompts, options.system_policy, quantize)),
+        notes=tuple(_notes(prompts, options.system_policy, quantize, blind)),
+        pictures=pictures,
+        picture_tokens=picture_tokens,
+        limits=limits,
     )
 
 
-def _notes(prompts: Sequence[Prompt], policy: str, quantize: str | None) -> Iterator[str]:
+def _limits(vision: Any) -> tuple[int, ...]:
+    if vision.family.processor != "patches":
+        return ()
+    images = vision.images
+    each = (images.patch_size * images.merge_size) ** 2
+    sizes = (images.size["shortest_edge"], images.size["longest_edge"])
+    return tuple(max(size // each, 1) for size in sizes)
+
+
+def _notes(
+    prompts: Sequence[Prompt], policy: str, quantize: str | None, blind: str | None
+) -> Iterator[str]:
+    if blind is not None:
+        yield f"no picture was shown to it: {blind}"
     if all(prompt.id.startswith("made:") for prompt in prompts):
         yield "the run's own data was not at hand; the conversations were made"
     if policy == "none":

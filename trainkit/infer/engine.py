@@ -162,6 +162,16 @@ class Engine:
         return found.indices.tolist(), values
 
     @torch.inference_mode()
+    def next_logits(self, question: Question) -> torch.Tensor:
+        """What predicts the first token of an answer: (vocabulary,), float32, on the CPU."""
+        ids = torch.tensor([self.prompt_ids(question)], device=self.model.device)
+        seen = self._renderer.pixels([_as_row(question)], self.model.device)
+        name, token = seen.pop("kinds", (None, 0))
+        seen |= {} if name is None else {name: (ids == token).long()}
+        logits: torch.Tensor = self.model(input_ids=ids, **seen, use_cache=False).logits[0, -1]
+        return logits.float().cpu()
+
+    @torch.inference_mode()
     def _generate(
         self,
         questions: Sequence[Question],
