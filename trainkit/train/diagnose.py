@@ -292,6 +292,7 @@ class Bench:
         self.batches = micro_batches(kept)
         self.limit = kept[0].limit if kept[0].kind == "spike" else float("inf")
         self.record = read_json(run.kernels) or {}
+        self._second: tuple[Any, BuiltModel | None] | None = None
 
     def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
         run = self.run
@@ -329,6 +330,20 @@ class Bench:
             sees_images=any("pixel_values" in batch.values for batch in self.batches),
         )
 
+    def second(self, recipe: Recipe, device: torch.device) -> BuiltModel | None:
+        """Of a teacher, or of the model before training: loaded again where it would be another."""
+        decides = (
+            recipe.model,
+            recipe.distill,
+            recipe.preference,
+            recipe.kernels,
+            recipe.data.packing,
+        )
+        if self._second is None or self._second[0] != decides:
+            self._second = None  # two of them need not fit
+            self._second = decides, second_model(recipe, device)
+        return self._second[1]
+
     def trial(
         self,
         what: str,
@@ -348,7 +363,7 @@ class Bench:
             recipe = self.recipe(overrides)
             built = self.build(recipe, *(weights or (self.weights,)))
             look(built)
-            second = second_model(recipe, next(built.model.parameters()).device)
+            second = self.second(recipe, next(built.model.parameters()).device)
             setup = LossSetup(
                 built.model,
                 accepts_num_items(built.model),

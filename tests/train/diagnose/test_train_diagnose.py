@@ -15,8 +15,9 @@ from trainkit.checkpoint.whole.atomic import commit, stage
 from trainkit.errors import RunDirectoryError
 from trainkit.models.fp8 import trained
 from trainkit.run import RunDirectory
-from trainkit.train.diagnose import MicroBatch, diagnose, single_rows
-from trainkit.train.faults.numbers import BadBatch, write_batch
+from trainkit.train.diagnose import Bench, Diagnosis, MicroBatch, diagnose, single_rows
+from trainkit.train.faults.numbers import BadBatch, folder_of, read_batches, write_batch
+from trainkit.train.teacher import second_model
 
 ROWS = ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3"]
 RARE = 200
@@ -237,6 +238,21 @@ def test_the_model_that_a_loss_asks_besides_is_asked_again(objective, run):
     spoil(run, lambda weights: weights.update({name: w / 2 for name, w in weights.items()}))
     commit(staging, weights, metadata={})
     assert abs(diagnose(run, 1).trials[0].outcome.loss - nothing) > 1e-3
+
+
+def test_a_second_model_is_loaded_again_only_where_it_would_be_another(run, monkeypatch):
+    keep_batch(run, ROWS, extras={})
+    recipe(run, "objective: distill", f"distill: {{teacher: {run.root.parent / 'm'}}}")
+    loads = []
+    monkeypatch.setattr(
+        "trainkit.train.diagnose.second_model",
+        lambda *given: loads.append(given) or second_model(*given),
+    )
+    kept = read_batches(folder_of(run.root, 1))
+    bench = Bench(run, kept, None, Diagnosis(1, "", "", False), lambda _: None)
+    for overrides in ([], [], ["model.dtype=bfloat16"]):
+        assert not bench.trial("", overrides).problem
+    assert len(loads) == 2
 
 
 def test_from_the_command_line(run):
