@@ -41,8 +41,8 @@ def rows(path: str, thinks: bool) -> list[dict[str, Any]]:
     for n in range(60):
         turns = chat(n)
         row: dict[str, Any] = {name: f"{name} {n}" for name in TEXTS}
-        messages = [{**turn, "thinking": f"hm {n}"} for turn in turns] if thinks else turns
-        row |= {"messages": messages, "expected_answer": str(n), "tools": None}
+        said = [{**t, "thinking": "hm" * (t["role"] == "assistant")} for t in turns * thinks]
+        row |= {"messages": said or turns, "expected_answer": str(n), "tools": None}
         row["tool_arguments"] = json.dumps({"query": f"<{n}>"})
         row["generated_solution"] = f"<think>\nwhy {n}\n</think>\n\nso {n}"
         row["conversations"] = [
