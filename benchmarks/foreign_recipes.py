@@ -180,7 +180,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         found |= {
             "lora.r": cfg["lora_r"],
             "lora.alpha": cfg["lora_alpha"],
-            "lora.dropout": float(cfg["lora_dropout"] or 0) * (cfg.get("rl") not in ("dpo", "kto")),
+            "lora.dropout": float(cfg["lora_dropout"] or 0) * (not cfg.get("rl")),
         }
     return found
 
@@ -322,8 +322,10 @@ def trl(tokens: list[str]) -> dict[str, Any]:
     """By its parser."""
     from transformers import HfArgumentParser
     from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
+    from trl.experimental.orpo import ORPOConfig
 
     configs = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "reward": RewardConfig}
+    configs["orpo"] = ORPOConfig
     start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t in configs)
     goal = next((name for name in configs if name in tokens[start]), "sft")
     config: Any = configs[goal]
@@ -343,7 +345,7 @@ def trl(tokens: list[str]) -> dict[str, Any]:
         "is_lora": model.use_peft,
         "is_sharded": any("zero" in t or "fsdp" in t for t in tokens[:start]),
     }
-    if goal in ("dpo", "kto"):
+    if goal in ("dpo", "kto", "orpo"):
         found["preference.beta"] = args.beta
     if model.use_peft:
         found |= {
@@ -394,13 +396,10 @@ def ours(recipe: Any, key: str) -> Any:
     if key == "is_sharded":
         return recipe.parallel.shard != "none"
     if key == "counts":  # drawn, or more than there are
-        made = tool_table("swift")["data_sets"].values()
-        paths = {each.get("path") or each.get("file"): each.get("rows", 0) for each in made}
-        names = [s.path if s.path in paths else Path(s.path).name for s in recipe.data.train]
-        drawn = zip(recipe.data.train, names, strict=True)
-        rows = [s.max_samples or round(s.epochs * paths[name]) for s, name in drawn]
-        some = zip(recipe.data.train, rows, strict=True)
-        return [count for s, count in some if s.max_samples or s.epochs != 1]
+        sets = tool_table("swift")["data_sets"].values()
+        many = {Path(each.get("path") or each["file"]).name: each.get("rows", 0) for each in sets}
+        drawn = [s for s in recipe.data.train if s.max_samples or s.epochs != 1]
+        return [s.max_samples or round(s.epochs * many[Path(s.path).name]) for s in drawn]
     if key == "path":
         return recipe.data.train[0].path
     section, _, name = key.partition(".")
