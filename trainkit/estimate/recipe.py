@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -151,6 +152,8 @@ def replanning(loaded: LoadedRecipe, gpus: int) -> Replan:
         plan = replace(plan, length=before.length, gpu_gib=before.gpu_gib)
         if _ROWS not in settings:
             plan = replace(plan, batch_size=before.batch_size, accumulation=before.accumulation)
+        images = math.ceil(before.image_tokens * plan.tokens / before.tokens)
+        plan = replace(plan, image_tokens=images)
         return keep_to_budget(plan)
 
     return replan

@@ -491,13 +491,21 @@ class Seen:
     matrix: float
 
 
-@functools.lru_cache(maxsize=64)
 def record_images(job: Job, num_tokens: int, *, recompute: bool) -> Seen:
     """Images of so many tokens, through tower and projector of a job's model and back."""
-
-    def seen(count: int) -> Seen:
-        return _tried(job, functools.partial(_look, num_tokens=count, recompute=recompute))[0]
-
+    # What is done to the text model alone is left out: it would be recorded again for each.
+    job = replace(
+        job,
+        base="float32" if job.base == "float32" else "bfloat16",
+        in_fp8=frozenset(),
+        fp8_head=False,
+        chunk_tokens=None,
+        tile_tokens=None,
+        keeps_gradient=True,
+        masked=False,
+        tensor=1,
+    )
+    seen = functools.partial(_seen, job, recompute)
     family = VISION[build.config_of(job.config).model_type]
     fewer, more = _LINE
     if family.processor != "patches" or num_tokens <= more:
@@ -518,7 +526,13 @@ def record_images(job: Job, num_tokens: int, *, recompute: bool) -> Seen:
     )
 
 
-_LINE = (64, 256)
+@functools.lru_cache(maxsize=64)
+def _seen(job: Job, recompute: bool, num_tokens: int) -> Seen:
+    look = functools.partial(_look, num_tokens=num_tokens, recompute=recompute)
+    return _tried(job, look)[0]
+
+
+_LINE = (16, 64)
 """Tokens of the images that a line goes through."""
 
 
