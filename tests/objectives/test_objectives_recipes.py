@@ -124,7 +124,7 @@ def test_an_estimate_counts_both_answers_and_says_what_it_leaves_out(tmp_path):
         found[objective] = said.out
     seconds = {name: json.loads(said)["step_seconds"] for name, said in found.items()}
     assert seconds["orpo"] > 1.5 * seconds["sft"]
-    assert "a teacher's weights" in found["distill"]
+    assert "the time in which a teacher is asked" in found["distill"]
 
 
 def test_a_method_that_is_not_one_is_refused_with_those_that_are(tmp_path):
