@@ -471,7 +471,9 @@ class Bench:
         if no_fp8 and recipe.lora is None:
             yield "fp8", "products", trial("without fp8", no_fp8)
         if recipe.lora is not None and recipe.lora.quantize is not None:
-            plain = ["lora.quantize=null", "lora.quantize_skip=[]", "lora.quantize_head=false"]
+            plain = ["lora.quantize=null"]
+            plain += ["lora.quantize_skip=[]"] if recipe.lora.quantize_skip else []
+            plain += ["lora.quantize_head=false"] if recipe.lora.quantize_head else []
             overrides = [*plain, *no_fp8]
             what = f"{recipe.lora.quantize} base"
             yield "quantize", what, trial("a base in its own dtype", overrides)
