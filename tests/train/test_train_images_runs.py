@@ -249,10 +249,14 @@ def test_adapters_are_merged_and_everything_loads_in_plain_transformers(model_ty
     with torch.no_grad():
         base = family.plain().eval()
         before = base(**batch).logits
-        adapted = PeftModel.from_pretrained(base, folder / "run/final").eval()(**batch).logits
+        model = PeftModel.from_pretrained(base, folder / "run/final").eval()
+        adapted = model(**batch).logits
         merged = family.plain(folder / "merged").eval()(**batch).logits
-    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
-    assert (adapted - before).abs().max() > 1e-3
+        exact = {name: each.double() for name, each in batch.items() if each.is_floating_point()}
+        rounding = (adapted - model.double()(**batch | exact).logits).abs().max()
+    # Merged weights are rounded and summed in another order: each moves about what fp32 is off.
+    torch.testing.assert_close(merged, adapted, rtol=0, atol=4 * float(rounding))
+    assert (adapted - before).abs().max() > 1000 * rounding
 
 
 UNTRIED = {
