@@ -94,7 +94,7 @@ def test_few_steps_that_nobody_asked_for_are_told(asked, steps, told, monkeypatc
     """A small file under a large batch ends 'done' and has trained nothing."""
     monkeypatch.setattr("trainkit.train.callbacks.read_metrics", lambda path: [])
     console, run = Listener(), Record()
-    console.start = lambda total, first_step, due: None
+    console.start = lambda total, first_step: None
     monkeypatch.setattr("trainkit.train.callbacks.write_start", lambda run: None)
     recorder = RunRecorder(run_of(console, run))
     arguments = {"max_steps": asked, "eval_strategy": "no", "save_strategy": "no"}

@@ -59,7 +59,7 @@ def test_the_leak_test_sees_varlen_given_one_document(monkeypatch):
     monkeypatch.setattr(
         choice,
         "Documents",
-        lambda bounds, longest: documents(bounds[[0, -1]], 2 * 64),
+        lambda bounds, longest, shared: documents(bounds[[0, -1]], 2 * 64),
     )
     with pytest.raises(TrainkitError, match="leak"):
         leak_test(model, attention="varlen", vocab_size=128)

@@ -136,8 +136,9 @@ def one_head_reads_anothers_sink(monkeypatch):
 def shifted_bound(monkeypatch):
     documents = choice.Documents
 
-    def shifted(bounds, longest):
-        return documents(torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:])), longest)
+    def shifted(bounds, longest, shared):
+        moved = torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:]))
+        return documents(moved, longest, shared)
 
     monkeypatch.setattr(choice, "Documents", shifted)
 

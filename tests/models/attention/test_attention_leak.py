@@ -24,8 +24,9 @@ def test_the_leak_test_sees_a_single_shifted_bound(monkeypatch):
     model = model_with("qwen2")
     documents = choice.Documents
 
-    def shifted(bounds, longest):
-        return documents(torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:])), longest)
+    def shifted(bounds, longest, shared):
+        moved = torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:]))
+        return documents(moved, longest, shared)
 
     monkeypatch.setattr(choice, "Documents", shifted)
     with pytest.raises(TrainkitError, match="leak"):
