@@ -53,14 +53,12 @@ def gated_delta_rule_reference(
         for start in range(begin, end, 64):
             part = slice(start, min(start + 64, end))
             query, key, value, rate = (x[:, part] for x in (q, k, v, beta[..., None]))
-            # Sums of strong decays are large, and it is their small differences that count.
-            sums = g[:, part].double().cumsum(-1)[..., None]
-            cum = sums.to(wide)
+            cum = g[:, part].cumsum(-1)[..., None]
             eye = torch.eye(cum.shape[1], dtype=wide, device=v.device)
             is_later = torch.ones_like(eye).triu(1).bool()
             # A token's decay to itself is 1 and has no gradient: as a difference of two sums it
             # would drown what strong decays leave.
-            between = (sums - sums.mT).to(wide).masked_fill(eye.bool(), 0.0)
+            between = (cum - cum.mT).masked_fill(eye.bool(), 0.0)
             decay = between.masked_fill(is_later, float("-inf")).exp()
             system = (rate * key @ key.mT) * decay  # its diagonal is taken for ones
             wrong = rate * (value - cum.exp() * product(key, state))
@@ -71,8 +69,7 @@ def gated_delta_rule_reference(
             inner = product(product(query, key.mT) * decay, new)
             outputs.append(cum.exp() * product(query, state) + inner)
             last = cum[:, -1:]
-            left = (sums[:, -1:] - sums[:, :-1]).to(wide)
-            tail = torch.cat([left.exp(), torch.ones_like(last)], 1)
+            tail = torch.cat([(last - cum[:, :-1]).exp(), torch.ones_like(last)], 1)
             state = last.exp() * state + product(key.mT, tail * new)
     return torch.cat(outputs, 1).transpose(0, 1).to(dtype)
 
