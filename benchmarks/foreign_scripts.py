@@ -11,6 +11,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 import tempfile
@@ -163,9 +164,9 @@ def plain(tok: Any, ids: list[int]) -> str:
 
 def main() -> None:
     """Print a line for each notebook that is translated."""
-    clones, names = Path(sys.argv[1]), sys.argv[2:]
-    away = ("unsloth", "unsloth_zoo", "google", "IPython", "trackio")
-    sys.meta_path.append(Placeholders(*away))
+    clones, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    os.chdir(tempfile.mkdtemp())  # scripts save models where they stand
+    sys.meta_path.append(Placeholders("unsloth", "unsloth_zoo", "google", "IPython", "trackio"))
     templates = unsloths(clones / "unsloth/unsloth/chat_templates.py")
     files = sorted((clones / "notebooks/python_scripts").glob("*.py"))
     files += [*(clones / "trl/examples/notebooks").glob("*.ipynb")]
