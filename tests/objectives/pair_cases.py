@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from objectives import preference_cases
 from objectives.preference_cases import make_data
@@ -258,3 +259,11 @@ def cut_otherwise(train, root, **given):
         train(root / "deep", batch=1, accumulate=4, **given),
         *run_ranks(case, root=str(root / "ranks"), batch=2, patched=True, **given),
     )
+
+
+def same_when_cut(train, root, *, rel=1e-4, abs=None, **given):
+    """Whatever ``train`` says does not hang on how a step's rows are cut."""
+    wide, *others = cut_otherwise(train, root, **given)
+    for other in others:
+        for mine, theirs in zip(wide, other, strict=True):
+            assert theirs == pytest.approx(mine, rel=rel, abs=abs)

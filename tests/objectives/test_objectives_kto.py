@@ -9,10 +9,10 @@ from objectives.pair_cases import (
     NUM_PAIRS,
     adapters,
     answers_of,
-    cut_otherwise,
     make_trainer,
     rated,
     resumed_alike,
+    same_when_cut,
     step_of,
 )
 from objectives.test_objectives_pairs import RECIPE, start
@@ -108,10 +108,7 @@ def train(root, **options):
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(lora, tmp_path):
     given = {"lora": lora, "stored": not lora, "max_steps": 3}
     given |= {"optim": "sgd", "learning_rate": 0.01}
-    wide, *others = cut_otherwise(train, tmp_path, **given)
-    for other in others:
-        for mine, theirs in zip(wide, other, strict=True):
-            assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
+    same_when_cut(train, tmp_path, abs=1e-6, **given)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

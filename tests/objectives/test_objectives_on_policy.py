@@ -1,18 +1,17 @@
 """Distillation on answers that the student draws: how they are drawn, trained on and repeated."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from commands import trainkit
-from objectives.pair_cases import cut_otherwise, resumed_alike
+from objectives.pair_cases import resumed_alike, same_when_cut
 from objectives.test_objectives_distill import (
     BASE,
-    conversation,
     make_trainer,
     plain_divergence,
     teacher_of,
+    write_teacher,
 )
 from objectives.test_objectives_pairs import logged
 from tiny import make_qwen2, make_tokenizer
@@ -139,10 +138,7 @@ def train(root, **options):
 
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
     given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
-    wide, *others = cut_otherwise(train, tmp_path, **given)
-    for other in others:
-        for mine, theirs in zip(wide, other, strict=True):
-            assert theirs == pytest.approx(mine, rel=1e-4)
+    same_when_cut(train, tmp_path, **given)
 
 
 RECIPE = """\
@@ -157,11 +153,7 @@ training: {per_device_train_batch_size: 1, max_steps: 4, save_steps: 2, eval_ste
 
 @pytest.fixture
 def places(tmp_path, tiny_qwen2):
-    size = json.loads((Path(tiny_qwen2) / "config.json").read_text())["vocab_size"]
-    teacher_of(size).save_pretrained(tmp_path / "teacher")
-    make_tokenizer().save_pretrained(tmp_path / "teacher")
-    rows = [conversation(number) for number in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_teacher(tmp_path, tiny_qwen2, "rows.jsonl")
     (tmp_path / "r.yaml").write_text(RECIPE.replace("MODEL", str(tiny_qwen2)))
     return tmp_path
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError
 from trainkit.options.section import ask, nearest
+from trainkit.patterns import has_part
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 _LAYERS = re.compile(r"(?:(\d+)(?:-(\d+))?|last-(\d+))(?:\.(.+))?")
@@ -59,7 +60,7 @@ def _fits(name: str, pattern: str, num_layers: int) -> bool:
     layers = _LAYERS.fullmatch(pattern)
     if layers is not None:
         found = _LAYER.search(name)
-        if found is None or (layers[4] and f".{layers[4]}." not in f".{name}."):
+        if found is None or (layers[4] and not has_part(name, [layers[4]])):
             return False
         if layers[3] is not None:
             return int(found[1]) >= num_layers - int(layers[3])
@@ -67,7 +68,7 @@ def _fits(name: str, pattern: str, num_layers: int) -> bool:
         return first <= int(found[1]) <= (first if layers[2] is None else int(layers[2]))
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
-    return f".{pattern}." in f".{name}."
+    return has_part(name, [pattern])
 
 
 def _layers_of(names: Iterable[str]) -> list[int]:
