@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import make_qwen2
 
-from trainkit.errors import RecipeError
+from trainkit.errors import ModelError, RecipeError
 from trainkit.lora.adapter import attach, with_vocabulary
 from trainkit.models.loading import load_model
 from trainkit.models.tokenizer import load_tokenizer, new_tokens
@@ -133,3 +133,15 @@ def test_what_no_rank_holds_whole_is_refused_at_its_line(key, tmp_path):
     )
     with pytest.raises(RecipeError, match=r"r\.yaml:3"):
         load_recipe(file)
+
+
+def test_other_tokens_of_the_vocabulary_begin_and_end_texts(tmp_path, tiny_tokenizer):
+    path = saved(tmp_path, tiny_tokenizer)
+    names = {"bos_token": "<|im_start|>", "eos_token": "<end>"}
+    source = ModelOptions(name_or_path=path, add_special_tokens=["<end>"], special_tokens=names)
+    tokenizer = load_tokenizer(source)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<end>")
+    assert tokenizer.eos_token_id == len(tiny_tokenizer) == len(tokenizer) - 1
+    assert new_tokens(source).pieces.keys() == {tokenizer.eos_token_id}
+    with pytest.raises(ModelError, match="no token '<end>'"):
+        load_tokenizer(source.replace(add_special_tokens=None))

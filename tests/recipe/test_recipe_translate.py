@@ -345,11 +345,19 @@ SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
             text = SCRIPT.replace("trainer.train()", part.format(header))
             with pytest.raises(RecipeError, match="texts that no chat template rendered"):
                 self.translated(tmp_path, text)
-        longer = SCRIPT.replace(
-            "trainer.train()", part.format("<|start|>assistant<|channel|>final")
-        )
+        longer = SCRIPT.replace("trainer.train()", part.format("<|im_start|>assistant\n<think>"))
         with pytest.raises(RecipeError, match="begins behind more than its header"):
             self.translated(tmp_path, longer)
+
+    def test_texts_without_an_end_and_answers_behind_a_text(self, tmp_path):
+        found = self.translated(tmp_path, SCRIPT.replace("(q, a) + EOS", "(q, a)"))
+        assert not recipe_of(tmp_path, found.text).data.end_texts
+        part = "<|start|>assistant<|channel|>final<|message|>"
+        chats = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "").replace(
+            "trainer.train()", f"train_on_responses_only(trainer, response_part={part!r})"
+        )
+        data = recipe_of(tmp_path, self.translated(tmp_path, chats).text).data
+        assert (data.train_behind, data.mask) == ("<|channel|>final<|message|>", "assistant")
 
     def test_a_trainer_of_preferences(self, tmp_path):
         rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")
@@ -360,7 +368,6 @@ SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
     @pytest.mark.parametrize(
         ("old", "new", "says"),
         [
-            ("prompt.format(q, a) + EOS", "prompt.format(q, a)", "no end token"),
             ("prompt.format(q, a) + EOS", "q + EOS + a + EOS", "cannot be followed"),
             ("prompt.format(q, a) + EOS", "q + a.strip() + EOS", "cannot be followed"),
             (

@@ -118,6 +118,8 @@ class Drafter:
             self.vision.refuse_unprinted(masked.text, wanted)
         if self.options.append_eos:
             masked = self._with_eos(masked, others)
+        if self.options.train_behind:
+            masked = _behind(masked, others, self.options.train_behind)
         counts: Counter[str] = Counter()
         turns = {span.turn for span in masked.spans}
         last = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
@@ -586,7 +588,7 @@ class SampleBuilder:
         return mask
 
     def _keep_texts(self, texts: Sequence[tuple[int, int, TextRow]], built: BuiltRows) -> None:
-        """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
+        """Plain text: bos and eos as the tokenizer adds them, and an eos at the end."""
         ends = [0 if row.apart else len(row.text) for _, _, row in texts]
         whole = [row.prompt + row.text[:end] for (_, _, row), end in zip(texts, ends, strict=True)]
         starts = [len(row.prompt) for _, _, row in texts]
@@ -611,7 +613,8 @@ class SampleBuilder:
                 # The text has the token that the tokenizer adds: once is enough.
                 ids, first = ids[1:], max(first - 1, 0)
                 built.counts["double_bos"] += 1
-            if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+            wants_end = self.options.end_texts and eos is not None
+            if wants_end and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
             if self.vision is not None and self.vision.token_id in ids:
                 built.drop(row, RowError("image_placeholder", LOOSE))
@@ -647,6 +650,18 @@ class SampleBuilder:
         if self.options.mask != "none" and not tokens.is_masked:
             built.counts["tokens_without_mask"] += 1
         self._keep(row, 0, ids, mask, built)
+
+
+def _behind(masked: Masked, others: frozenset[int], mark: str) -> Masked:
+    """Answers that train behind a text in them; those without it are no spans."""
+    spans = []
+    for span in masked.spans:
+        place = masked.text.rfind(mark, span.start, span.end)
+        if span.turn in others:
+            spans.append(span)
+        elif place >= 0:
+            spans.append(replace(span, start=place + len(mark)))
+    return replace(masked, spans=tuple(spans))
 
 
 def split_turns(conversation: Conversation) -> list[tuple[int, Conversation]]:

@@ -101,6 +101,14 @@ def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
     _check_template(tokenizer.chat_template, source)
     if source.adds_tokens:
         teach(tokenizer, source)
+    for key, token in source.special_tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ModelError(
+                f"the tokenizer has no token {token[:40]!r}",
+                where=f"model.special_tokens.{key}",
+                fix="add it with model.add_special_tokens, too",
+            )
+        tokenizer.add_special_tokens({key: AddedToken(token, normalized=False)})
     return tokenizer
 
 
@@ -145,7 +153,7 @@ def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens
 
 
 def new_tokens(source: ModelOptions) -> NewTokens:
-    plain = source.replace(add_tokens=None, add_special_tokens=None)
+    plain = source.replace(add_tokens=None, add_special_tokens=None, special_tokens={})
     return teach(load_tokenizer(plain), source)
 
 

@@ -257,6 +257,14 @@ class SampleOptions(Section):
     append_eos: bool = Field(
         False, description="End every answer that the template leaves open with the eos token."
     )
+    end_texts: bool = Field(
+        True, description="End rows of text, which no chat template renders, with the eos token."
+    )
+    train_behind: str = Field(
+        "",
+        description="A text in answers behind which they train, as <|channel|>final<|message|>; "
+        "answers without it do not.",
+    )
     min_length: int = Field(
         1,
         ge=1,

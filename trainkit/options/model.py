@@ -195,6 +195,13 @@ class ModelOptions(Section):
     add_special_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None, description="The same for control tokens, which answers are printed without."
     )
+    special_tokens: Annotated[
+        dict[Literal["bos_token", "eos_token"], str], OnResume(OTHER_STATE)
+    ] = Field(
+        default_factory=dict,
+        description="Other tokens of the vocabulary to begin and end texts with, as "
+        "{eos_token: <|im_end|>}; a new one is in add_special_tokens, too.",
+    )
     router_aux_loss: float | None = Field(
         None,
         ge=0,

@@ -288,6 +288,15 @@ def test_a_template_without_end_of_turn(write, ready):
     assert [*data.summary["end_of_turn"].values()] == [tokenizer.eos_token_id]
 
 
+def test_answers_train_behind_a_text_in_them_and_texts_end_as_they_are(write, ready):
+    tokenizer = with_template(NO_END)
+    path = write([chat("q1", "a <t> b", "q2", "c", "q <t> 3", "<t>d")])
+    data = ready(path, tokenizer=tokenizer, append_eos=True, train_behind="<t>")
+    assert trained_texts(tokenizer, data[0]) == [f" b{END}", f"d{END}"]
+    data = ready(write([{"text": "a b c"}]), tokenizer=tokenizer, mask="none", end_texts=False)
+    assert data[0]["input_ids"].tolist() == tokenizer.encode("a b c")
+
+
 CONTENT = "message['content']"
 REFUSED = {
     "changes the text": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT}|upper"),

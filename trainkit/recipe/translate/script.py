@@ -383,7 +383,10 @@ class Script:
     def _responses_only(self, trainer: Any, words: dict[str, Any]) -> Any:
         """The trainer, of whose texts the answers train."""
         part = words.get("response_part", "assistant")
-        if not isinstance(part, str) or not _ANSWERS.search(part):
+        behind = re.fullmatch(r"<\|start\|>assistant(.+)", part) if isinstance(part, str) else None
+        if behind is not None and isinstance(trainer, Thing):
+            trainer.values["train_behind"] = behind[1]
+        elif not isinstance(part, str) or not _ANSWERS.search(part):
             why = "what trains of an answer begins behind more than its header"
             self.lost.append((f"response_part={part!r}", why))
         if isinstance(trainer, Thing):
@@ -725,7 +728,7 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
             for p in parts
         )
         if theirs.tool == "unsloth" and parts[-1] is not None:
-            theirs.lost.append(("texts", "they have no end token, and trainkit puts one"))
+            theirs.values["end_texts"] = False
         literal = "".join(part for part in parts if isinstance(part, str))
         known = all(part is None or isinstance(part, str | Column) for part in parts)
         if known and None not in parts[:-1] and not re.search(r"\{[{%#]", literal):
