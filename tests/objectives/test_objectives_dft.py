@@ -1,4 +1,4 @@
-"""Dynamic fine-tuning against the plain model in fp64, and against itself cut otherwise."""
+"""Objectives that weigh tokens against the plain model in fp64, and themselves cut otherwise."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainkit.recipe import Recipe
 NUM_ROWS = 12
 
 
-def make_trainer(root, *, packing=False, patched=False, **options):
+def make_trainer(root, *, packing=False, patched=False, objective="dft", **options):
     from lab import Lab
 
     from trainkit.patching import patch
@@ -26,36 +26,52 @@ def make_trainer(root, *, packing=False, patched=False, **options):
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
     rows = [conversation(number) for number in range(NUM_ROWS)]
-    data = make_data(mine, rows, objective=OBJECTIVES["dft"], packing=packing, max_length=128)
+    kind = OBJECTIVES[objective]
+    data = make_data(mine, rows, objective=kind, packing=packing, max_length=128)
     trainer = Lab(make_tokenizer(), Path(root)).trainer(
         "run",
         prepare=patch if patched else None,
-        given={"train_data": data.train, "eval_data": data.eval, "objective": OBJECTIVES["dft"]},
+        given={
+            "train_data": data.train,
+            "eval_data": data.eval,
+            "objective": OBJECTIVES[objective],
+        },
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
     )
     return trainer, data
 
 
-def wanted(model, samples):
-    """As TRL's `dft_loss` and LLaMA-Factory's have it: -p log p, p without gradient."""
+def weight_of_eaft(logits, alpha=1.0):
+    """As LLaMA-Factory's `_eaft_cross_entropy` has it."""
+    topk = torch.topk(logits.detach(), k=20, dim=-1).values
+    logs = topk - torch.logsumexp(topk, dim=-1, keepdim=True)
+    return torch.pow(-(torch.exp(logs) * logs).sum(dim=-1) / 3.0, alpha)
+
+
+def wanted(model, samples, objective):
+    """As TRL's `dft_loss` and LLaMA-Factory's have them: -w log p, w without gradient."""
     losses, plain, weights = [], [], []
     for sample in samples:
         ids = torch.tensor(sample["input_ids"], dtype=torch.long)[None]
-        log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
-        taken = log_p.gather(1, ids[0, 1:, None])[:, 0]
-        taken = taken[torch.tensor(sample["loss_mask"])[1:] > 0]
-        losses.append(-taken.exp().detach() * taken)
+        logits = model(input_ids=ids).logits[0, :-1]
+        taken = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        weight = taken.exp().detach() if objective == "dft" else weight_of_eaft(logits)
+        taken, weight = (
+            each[torch.tensor(sample["loss_mask"])[1:] > 0] for each in (taken, weight)
+        )
+        losses.append(-weight * taken)
         plain.append(-taken)
-        weights.append(taken.exp())
+        weights.append(weight)
     return [torch.cat(each).mean() for each in (losses, plain, weights)]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-def test_a_step_is_autograds_on_full_logits(patched, packing, tmp_path):
+@pytest.mark.parametrize("objective", ["dft", "eaft"])
+def test_a_step_is_autograds_on_full_logits(objective, patched, packing, tmp_path):
     trainer, data = make_trainer(
         tmp_path, patched=patched, packing=packing, batch=2, accumulate=2, max_steps=1, optim="sgd",
-        learning_rate=0.0,
+        learning_rate=0.0, objective=objective,
     )  # fmt: skip
     trainer.model.double()
     found = {}
@@ -73,19 +89,21 @@ def test_a_step_is_autograds_on_full_logits(patched, packing, tmp_path):
     data.train.samples.set_epoch(0)
     taken = [data.train.samples[place] for place in range(4)]
     taken = [sample for item in taken for sample in item] if packing else taken
-    loss, plain, weight = wanted(model, taken)
+    loss, plain, weight = wanted(model, taken, objective)
     loss.backward()
     # Both in fp64 but for the plain model's fp32 norms, positions and softmax.
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert row["cross_entropy"] == pytest.approx(plain.item(), rel=1e-6)
-    assert row["probability"] == pytest.approx(weight.item(), rel=1e-6)
+    figure, scale = ("probability", 1) if objective == "dft" else ("entropy", 3)
+    assert row[figure] == pytest.approx(weight.item() * scale, rel=1e-6)
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
     every = [data.eval.samples[place] for place in range(len(data.eval.samples))]
     every = [sample for item in every for sample in item] if packing else every
     with torch.no_grad():
-        assert evaluated["eval_loss"] == pytest.approx(wanted(model, every)[0].item(), rel=1e-6)
-    assert evaluated["eval_probability"] > 0
+        mean = wanted(model, every, objective)[0].item()
+    assert evaluated["eval_loss"] == pytest.approx(mean, rel=1e-6)
+    assert evaluated[f"eval_{figure}"] > 0
 
 
 def train(root, **options):
@@ -111,6 +129,7 @@ def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
         ({"model": {"name_or_path": "m", "router_aux_loss": 0.1}}, "model.router_aux_loss"),
         ({"optim_in_backward": True, "training": {"max_grad_norm": 0}}, "objective"),
         ({"preference": {}}, "preference"),
+        ({"eaft": {}}, "eaft"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(change, where):

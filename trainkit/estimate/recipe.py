@@ -220,6 +220,7 @@ _LEFT_OUT = {
     "dpo": _NO_REFERENCE,
     "kto": f"{_NO_REFERENCE}, and the pass over foreign answers",
     "dft": "of a trained head the second product over the vocabulary is left out",
+    "eaft": "the logits of the trained tokens, which it keeps, are left out",
     "orpo": "of a trained head the second product over the vocabulary is left out",
     "simpo": "of a trained head the second product over the vocabulary is left out",
     "reward": "it takes less: its head has one output",

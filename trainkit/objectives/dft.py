@@ -1,7 +1,9 @@
-"""Dynamic fine-tuning (DFT): the cross entropy of each token, weighed by its own probability.
+"""The cross entropy of each token, weighed by what the model makes of it, without a gradient.
 
-The weight has no gradient (Wu et al. 2025, arXiv 2508.05629). Tokens that the model holds for
-unlikely then pull no harder than others.
+Dynamic fine-tuning (DFT) weighs by the token's own probability (Wu et al. 2025, arXiv 2508.05629):
+what the model holds for unlikely pulls no harder than the rest. Entropy-adaptive fine-tuning (EAFT)
+weighs by the entropy of the likeliest tokens (Diao et al. 2026): where the model is sure of another
+one, little pulls.
 """
 
 from dataclasses import replace
@@ -9,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from trainkit.models.loss import LossOptions, configure, token_losses
 from trainkit.objectives.answers import Ratios
+from trainkit.objectives.distill import sum_in_chunks, trained_logits
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Step
 from trainkit.objectives.sft import SFT, collator
+from trainkit.options import EaftOptions
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
@@ -49,6 +54,35 @@ class DftLoss:
         return (weights * losses).sum(dtype=torch.float64)
 
 
+class EaftLoss(DftLoss):
+    """The same, weighed by ``(entropy / divisor) ** alpha`` of the likeliest tokens alone."""
+
+    def __init__(self, setup: LossSetup) -> None:
+        self.options = setup.eaft or EaftOptions()
+        self.train_metrics, self.eval_metrics = (
+            Ratios(("cross_entropy", "entropy")) for _ in range(2)
+        )
+
+    def _loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
+        given = {key: each for key, each in inputs.items() if key != "num_trained_tokens"}
+        targets = next_tokens(given.pop("labels"), IGNORE_INDEX)
+        is_trained = targets != IGNORE_INDEX
+        logits = trained_logits(model, given, is_trained)
+        total = sum_in_chunks(self._sums, 3, logits, targets[is_trained])
+        figures.add({name: (total[n], is_trained.sum()) for n, name in enumerate(figures.names, 1)})
+        return total[0]
+
+    def _sums(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """(3,) over some trained tokens: the loss, the cross entropy, the entropy."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = cross_entropy(wide, chosen, reduction="none")
+        likeliest = wide.detach().topk(min(self.options.likeliest, wide.shape[1])).values
+        logs = likeliest.log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        weights = (entropy / self.options.divisor) ** self.options.alpha
+        return torch.stack((weights * losses, losses, entropy)).sum(1, dtype=torch.float64)
+
+
 DFT = replace(
     SFT,
     name="dft",
@@ -57,3 +91,5 @@ DFT = replace(
     splits_rows=False,
     takes_images=False,
 )
+
+EAFT = replace(DFT, name="eaft", loss=EaftLoss)

@@ -105,23 +105,18 @@ class DistillLoss:
         stored = [given.pop(name, None) for name in (TEACHER_IDS, TEACHER_LOGPROBS)]
         targets = next_tokens(labels, IGNORE_INDEX)
         is_trained = targets != IGNORE_INDEX
-        student = _trained_logits(model, given, is_trained)
+        student = trained_logits(model, given, is_trained)
         if stored[0] is not None:
             said: tuple[Tensor, ...] = (stored[0], stored[1])
         elif self.teacher is not None:
             with torch.no_grad():
-                said = (_trained_logits(self.teacher, given, is_trained),)
+                said = (trained_logits(self.teacher, given, is_trained),)
         else:
             raise RecipeError(
                 "the teacher is not here: only a run has it at hand", where="distill.teacher"
             )
         chosen = targets.flatten()[is_trained.flatten().nonzero()[:, 0]]
-        chunk = max(1, _CHUNK_ELEMENTS // student.shape[1])
-        sums = [
-            checkpoint(self._chunk, *parts, use_reentrant=False)
-            for parts in zip(*(each.split(chunk) for each in (student, chosen, *said)), strict=True)
-        ]
-        total = torch.stack(sums).sum(0) if sums else student.sum() * 0 + student.new_zeros(4)
+        total = sum_in_chunks(self._chunk, 4, student, chosen, *said)
         count = torch.tensor(len(chosen), device=total.device)
         values = dict(zip(FIGURES, total.detach(), strict=True))
         figures.add({name: (value, count) for name, value in values.items()})
@@ -149,7 +144,7 @@ class DistillLoss:
         return torch.stack((divergence, cross_entropy, agreement, entropy))
 
 
-def _trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Tensor) -> Tensor:
+def trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Tensor) -> Tensor:
     """(N, V): of the places in front of a trained token; of one row no others are computed."""
     base = without_adapters(getattr(model, "module", model))
     keeps = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -162,6 +157,23 @@ def _trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Ten
         return model(**inputs, logits_to_keep=places)["logits"][0][:0]
     found: Tensor = model(**inputs, logits_to_keep=places)["logits"]
     return found[0]
+
+
+def sum_in_chunks(sums: Callable[..., Tensor], count: int, *parts: Tensor) -> Tensor:
+    """(count,) sums over places, of so many at a time that their widened logits stay small.
+
+    Args:
+        sums: of some places; computed again in the backward pass.
+        count: so many sums.
+        parts: logits (N, V), and what else there is of each place.
+    """
+    logits = parts[0]
+    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    found = [
+        checkpoint(sums, *each, use_reentrant=False)
+        for each in zip(*(part.split(size) for part in parts), strict=True)
+    ]
+    return torch.stack(found).sum(0) if found else logits.sum() * 0 + logits.new_zeros(count)
 
 
 # -- What a teacher has said before --------------------------------------------------------------

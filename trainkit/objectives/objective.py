@@ -16,7 +16,7 @@ from torch import nn
 
 from trainkit.auto_class import without_adapters
 from trainkit.data.datasets import PreparedData
-from trainkit.options import DistillOptions, PreferenceOptions
+from trainkit.options import DistillOptions, EaftOptions, PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class LossSetup:
         train_sources, eval_sources: the sources kept apart; empty where they are not.
         preference: how answers are compared; None where the recipe does not say.
         distill: how a teacher is learnt from, likewise.
+        eaft: how tokens are weighed by entropy, likewise.
         teacher: the model that is learnt from, or compared with; None where none is at hand.
     """
 
@@ -69,6 +70,7 @@ class LossSetup:
     eval_sources: tuple[str, ...] = ()
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
+    eaft: EaftOptions | None = None
     teacher: nn.Module | None = None
     router_aux_loss: float | None = None
     router_z_loss: float = 0.0

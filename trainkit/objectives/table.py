@@ -1,7 +1,7 @@
 """THE TABLE of objectives, and what a name in a recipe stands for."""
 
 from trainkit.errors import RecipeError
-from trainkit.objectives.dft import DFT
+from trainkit.objectives.dft import DFT, EAFT
 from trainkit.objectives.distill import DISTILL, DISTILL_STORED
 from trainkit.objectives.kto import KTO
 from trainkit.objectives.objective import Objective
@@ -11,9 +11,8 @@ from trainkit.objectives.sft import SFT
 from trainkit.options import DistillOptions
 from trainkit.options.training import only_format
 
-OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT, DFT, DPO, ORPO, SIMPO, KTO, REWARD, DISTILL)
-}
+_ALL = (SFT, DFT, EAFT, DPO, ORPO, SIMPO, KTO, REWARD, DISTILL)
+OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in _ALL}
 """Every objective by its name."""
 
 

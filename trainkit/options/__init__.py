@@ -12,6 +12,7 @@ from trainkit.options.parallel import ParallelOptions, Recompute, RecomputeOptio
 from trainkit.options.section import Section, broken_rule
 from trainkit.options.training import (
     DistillOptions,
+    EaftOptions,
     EarlyStopping,
     FaultOptions,
     GenerationOptions,
@@ -22,6 +23,7 @@ from trainkit.options.training import (
 __all__ = [
     "DataSection",
     "DistillOptions",
+    "EaftOptions",
     "EarlyStopping",
     "FaultOptions",
     "Fp8Options",

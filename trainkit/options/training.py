@@ -16,6 +16,7 @@ from trainkit.options.section import CONSENT, OnResume, Section, broken_rule, on
 OBJECTIVE_NAMES: dict[str, str] = {
     "sft": "the mean cross entropy of the trained tokens",
     "dft": "the same with each token weighed by its own probability",
+    "eaft": "the same with each token weighed by the entropy of the likeliest ones",
     "dpo": "how far the better of two answers is ahead, against the model before training",
     "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
     "kto": "answers that are good or bad by themselves, against the model before training",
@@ -43,6 +44,9 @@ ObjectiveName = Annotated[
     AfterValidator(lambda name: one_of(name, OBJECTIVE_NAMES)),
     WithJsonSchema({"type": "string", "enum": [*OBJECTIVE_NAMES]}),
 ]
+
+WEIGHED = frozenset({"dft", "eaft"})
+"""The objectives that weigh the cross entropy of each token."""
 
 COMPARING = frozenset({"dpo", "orpo", "simpo", "kto", "reward"})
 """The objectives that `preference:` is of."""
@@ -192,6 +196,19 @@ class DistillOptions(Section):
     )
     on_policy: OnPolicyOptions | None = Field(
         None, description="Train on answers that the student draws; null on those of the rows."
+    )
+
+
+class EaftOptions(Section):
+    """How `objective: eaft` weighs tokens: by (entropy / divisor) ** alpha."""
+
+    at: ClassVar[str] = "eaft"
+    on_resume: ClassVar[str] = CONSENT
+
+    alpha: float = Field(1.0, ge=0, allow_inf_nan=False, description="The power; 0 is sft.")
+    likeliest: int = Field(20, ge=2, description="So many of the likeliest tokens are looked at.")
+    divisor: float = Field(
+        3.0, gt=0, allow_inf_nan=False, description="Of the entropy; 3.0 is the most that 20 have."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainkit.options.optimizers import FSDP2, OPTIMIZERS, ZERO, optimizer_row
 from trainkit.options.parallel import NONE, Combination
-from trainkit.options.training import COMPARING
+from trainkit.options.training import COMPARING, WEIGHED
 
 
 @dataclass(frozen=True)
@@ -231,14 +231,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
-        lambda one: one.objective in {*COMPARING, "dft"} and one.computes_fp8,
+        lambda one: one.objective in COMPARING | WEIGHED and one.computes_fp8,
         "log-probabilities of single tokens have not been held against fp64 with products in fp8",
         "remove model.fp8 or lora.quantize: fp8",
     ),
     Refusal(
         "objective",
         lambda one: (
-            one.objective in {*COMPARING, "dft"} and (one.tensor > 1 or one.optim_in_backward)
+            one.objective in COMPARING | WEIGHED and (one.tensor > 1 or one.optim_in_backward)
         ),
         "log-probabilities of single tokens have not been held against fp64 with split products, "
         "or with steps in the backward pass",

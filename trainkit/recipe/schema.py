@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from trainkit.options import (
     DataSection,
     DistillOptions,
+    EaftOptions,
     EarlyStopping,
     FaultOptions,
     GenerationOptions,
@@ -33,6 +34,7 @@ from trainkit.options.training import (
     PAIRED,
     REFERRING,
     SMOOTHED,
+    WEIGHED,
     ObjectiveName,
 )
 from trainkit.parallel.matrix import COMPILES, DRAWN, refusals
@@ -62,6 +64,7 @@ class Recipe(Section):
     )
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
+    eaft: EaftOptions | None = None
     lora: LoraOptions | None = None
     kernels: Kernels = False
     parallel: ParallelOptions = ParallelOptions()
@@ -94,7 +97,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        objectives = (_of_preferences, _of_shared_prompts, _of_dft, _of_distillation)
+        objectives = (_of_preferences, _of_shared_prompts, _of_weighing, _of_distillation)
         for rules in (_of_models, _of_rates, *objectives, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
@@ -361,16 +364,18 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
         )
 
 
-def _of_dft(recipe: Recipe) -> Iterator[Broken]:
-    """Recipes that weigh tokens by their probability."""
-    if recipe.objective != "dft":
+def _of_weighing(recipe: Recipe) -> Iterator[Broken]:
+    """Recipes that weigh tokens."""
+    if recipe.eaft is not None and recipe.objective != "eaft":
+        yield "eaft", f"objective: {recipe.objective} weighs by no entropy", "remove it"
+    if recipe.objective not in WEIGHED:
         return
     if recipe.data.per_source_loss:
-        yield ("data.per_source_loss", "dft's loss is not kept apart by source", "remove it")
+        yield ("data.per_source_loss", "a weighed loss is not kept apart by source", "remove it")
     if recipe.training.get("label_smoothing_factor"):
         yield (
             "training.label_smoothing_factor",
-            "a token is weighed by its own probability, which smoothing has no part in",
+            "a token is weighed by what the model makes of it, in which smoothing has no part",
             "remove it, or set objective: sft",
         )
 

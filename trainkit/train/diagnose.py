@@ -370,6 +370,7 @@ class Bench:
                 label_smoothing=float(recipe.training.get("label_smoothing_factor") or 0),
                 preference=recipe.preference,
                 distill=recipe.distill,
+                eaft=recipe.eaft,
                 teacher=None if second is None else second.model,
                 router_aux_loss=recipe.model.router_aux_loss,
                 router_z_loss=recipe.model.router_z_loss,

@@ -140,6 +140,7 @@ class LoopState:
                 eval_sources=self.eval_data.sources if self.eval_data else (),
                 preference=run.recipe.preference,
                 distill=run.recipe.distill,
+                eaft=run.recipe.eaft,
                 teacher=run.teacher,
                 router_aux_loss=run.recipe.model.router_aux_loss,
                 router_z_loss=run.recipe.model.router_z_loss,
