@@ -86,6 +86,29 @@ def test_seeds_that_agree_on_a_difference(tmp_path, capsys):
     }
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("objective: dpo", "objective: dpo\npreference: {beta: 0.1, loss: sigmoid}"),
+        ("objective: distill\ndistill: null", "objective: distill\ndistill: {temperature: 1.0}"),
+        (
+            "recompute: full",
+            "recompute: {every: 1, selective: false, offload: auto, budget_gib: null}",
+        ),
+        ("model: {fp8: true}", "model: {fp8: {}}"),
+        ("data: {streaming: true}", "data: {streaming: 4096}"),
+        ("kernels: true", "kernels: {rope: true}"),
+    ],
+)
+def test_seeds_of_one_recipe_in_two_spellings(short, long, tmp_path, capsys):
+    runs = [make_run(tmp_path, f"a{n}", seed=n) for n in range(3)]
+    for run, text in zip(runs, (short, long, short), strict=True):
+        resolved = RunDirectory.open(run).resolved
+        resolved.write_text(f"{resolved.read_text()}{text}\n")
+    _, rows = compared(capsys, *runs)
+    assert {row["key"] for row in rows if "key" in row} == {"training.seed"}
+
+
 def test_seeds_that_do_not(tmp_path, capsys):
     first = [make_run(tmp_path, f"a{n}", seed=n) for n in range(3)]
     second = [make_run(tmp_path, f"b{n}", seed=n + 7, rate=2e-4) for n in range(3)]

@@ -8,6 +8,7 @@ from render import test_data_masks
 from tiny import make_qwen2, make_tokenizer
 
 from trainkit.cli.app import main
+from trainkit.cli.commands import data as data_commands
 from trainkit.data import DataOptions
 from trainkit.data.preview import Authors, choose, measure, view
 
@@ -117,6 +118,19 @@ def test_check_fails_bad_data(write, model, capsys, what):
     assert code == 2
     assert findings[what] == "error"
     assert "would train wrongly" in said.err
+
+
+def test_check_reads_rows_again_only_for_the_length_of_those_cut(write, model, capsys, monkeypatch):
+    prepare, limits = data_commands._prepare, []
+
+    def counted(subject, options):
+        limits.append(options.max_length)
+        return prepare(subject, options)
+
+    monkeypatch.setattr(data_commands, "_prepare", counted)
+    for rows in (ROWS, BAD["length"]):
+        run(capsys, "data", "check", "--data", write(rows), "--model", model)
+    assert limits == [2048, 2048, data_commands.NO_LIMIT]
 
 
 def test_check_fails_data_that_cannot_be_prepared(write, model, capsys):

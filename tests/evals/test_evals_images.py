@@ -123,6 +123,7 @@ def test_other_images_of_the_same_size_are_other_prompts(benchmarks, tmp_path):
     [
         (("{lost}",), "lost.jsonl:7", "image_missing"),
         (("{torn}",), "torn.jsonl:2", "image_count"),
+        (("{torn}", "--limit", "2"), "torn.jsonl:2", "image_count"),
         (("nowhere.jsonl",), "nowhere.jsonl", "no such file"),
         (("{fine},{other}",), "two files are called parts.jsonl", "rename one"),
         (("{fine}", "--shots", "2"), "--shots", "asked as they were trained"),
@@ -150,6 +151,14 @@ def test_what_cannot_be_scored_is_named(benchmarks, tmp_path, capsys, words, whe
     assert where in err
     assert what in err
     assert not out.exists()
+
+
+@ONE
+def test_no_row_behind_the_limit_is_read(benchmarks, tmp_path):
+    first = (benchmarks / "parts.jsonl").read_text().split("\n")[0]
+    (benchmarks / "few.jsonl").write_text(f"{first}\n{{")
+    words = ("--tasks", str(benchmarks / "few.jsonl"), "--limit", "1", *LENGTH)
+    assert main(["eval", str(benchmarks), *words, "-o", str(tmp_path / "out")]) == 0
 
 
 @ONE

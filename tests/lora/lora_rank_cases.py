@@ -81,18 +81,20 @@ def _difference(model, plain, *, gather):
     return largest
 
 
-def quantized(folder, stage, quantize):
+def quantized(folder, stage, quantize, head=False):
     """Losses of a few steps on packed weights that ZeRO shards (stage 3) or not."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed("gloo")
+    config = quantization_config(quantize, torch.float32)
+    if head:
+        config.llm_int8_skip_modules = []
     base = AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=quantization_config(quantize, torch.float32),
-        dtype=torch.float32,
+        folder, quantization_config=config, dtype=torch.float32
     )
+    assert hasattr(base.lm_head.weight, "quant_state") is head
     if (convert := packed_kind(quantize).convert) is not None:
         convert(base, torch.device("cpu"), ())
     torch.manual_seed(0)

@@ -30,10 +30,10 @@ def test_other_shapes_of_block_under_zero3(name):
         assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
-def test_packed_weights_under_zero(quantize, tmp_path):
+@pytest.mark.parametrize(("quantize", "head"), [("nf4", False), ("nf4", True), ("fp8", False)])
+def test_packed_weights_under_zero(quantize, head, tmp_path):
     make("qwen2").save_pretrained(tmp_path)
-    options = {"folder": str(tmp_path), "quantize": quantize}
+    options = {"folder": str(tmp_path), "quantize": quantize, "head": head}
     results = {
         stage: run_ranks("lora.lora_rank_cases:quantized", stage=stage, **options)
         for stage in (2, 3)

@@ -318,6 +318,7 @@ def test_a_teacher_with_other_tokens_is_refused(places):
     said = trainkit(places, "sft", "r.yaml", *change, pictures=False)
     assert said.code != 0
     assert "'<extra>' is not the same" in said.err
+    assert "data:" not in said.err  # nothing was read yet
     (places / "teacher" / "tokenizer.json").write_text("{")
     said = trainkit(places, "sft", "r.yaml", *change, pictures=False)
     assert "error: distill.teacher: teacher: the tokenizer cannot be loaded" in said.err

@@ -24,13 +24,18 @@ training: {learning_rate: 1e-3, per_device_train_batch_size: 2, max_steps: 4, lo
 KINDS = {
     "full": [],
     "lora": ["lora.r=4"],
-    "nf4": ["lora.r=4", "lora.quantize=nf4", "kernels=false"],
+    "nf4": [
+        *("model.name_or_path=own_head", "kernels=false"),
+        *("lora.r=4", "lora.quantize=nf4", "lora.quantize_head=true"),
+    ],
 }
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, tiny_qwen2):
-    return make_uneven(tmp_path_factory.mktemp("project"), tiny_qwen2, RECIPE, d=range(90))
+def project(tmp_path_factory, tiny_qwen2, tiny_llama):
+    root = make_uneven(tmp_path_factory.mktemp("project"), tiny_qwen2, RECIPE, d=range(90))
+    (root / "own_head").symlink_to(tiny_llama)
+    return root
 
 
 @pytest.fixture(scope="module")

@@ -252,8 +252,6 @@ def test_a_continued_run_is_held_to_its_plan(lab):
         trainer.train(resume_from_checkpoint=str(point.checkpoint))
         return trainer.state.global_step
 
-    with pytest.raises(CheckpointError, match="is at step 8, and the recipe ends at step 5"):
-        resume(5)
     assert resume(8) == 8
     assert stream.getvalue() == ""
     assert resume(9) == 9

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.data.options import BUFFER
 from trainkit.errors import RunDirectoryError
+from trainkit.options import DistillOptions, Fp8Options, PreferenceOptions
+from trainkit.options.parallel import WORDS
+from trainkit.options.training import DEFAULT_BETA, SIMPO_BETA
 from trainkit.run.files import read_record
 from trainkit.run.metrics import as_float, judged_figures, read_scores
 from trainkit.run.plot import read_rows, seconds_spent
@@ -144,6 +148,26 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
         held_out=judged_figures(rows),
         scores={f"{row['task']}/{row['metric']}": row for row in read_scores(path)},
     )
+
+
+def spelt_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values, with the defaults of sections left out, and long forms for short ones."""
+    spelt = dict(values)
+    for name, section in (("preference", PreferenceOptions), ("distill", DistillOptions)):
+        spelt[name] = section().model_dump() | (values.get(name) or {})
+    if spelt["preference"]["beta"] is None:
+        is_simpo = values.get("objective") == "simpo"
+        spelt["preference"]["beta"] = SIMPO_BETA if is_simpo else DEFAULT_BETA
+    if recomputed := WORDS.get(str(values.get("recompute"))):
+        spelt["recompute"] = recomputed.model_dump()
+    if isinstance(kernels := values.get("kernels"), Mapping):
+        spelt["kernels"] = {op: is_on for op, is_on in kernels.items() if not is_on} or True
+    fp8 = (values.get("model") or {}).get("fp8")
+    if fp8 and (options := None if isinstance(fp8, Mapping) else Fp8Options.of(fp8)):
+        spelt["model"] = {**values["model"], "fp8": options.model_dump(exclude_defaults=True)}
+    if (values.get("data") or {}).get("streaming") is True:
+        spelt["data"] = {**values["data"], "streaming": BUFFER}
+    return spelt
 
 
 def _is_beside(key: str) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -176,8 +177,8 @@ def read_files(tasks: Sequence[str], paths: ModelPaths, limit: int | None) -> Fi
         name = Path(task).name
         if name in found:
             raise RecipeError(f"two files are called {name}", where="--tasks", fix="rename one")
-        rows = list(conversations_in(Source(path=task), vision, ImageOptions(), refuse))
-        found[name] = rows[:limit]
+        rows = conversations_in(Source(path=task), vision, ImageOptions(), refuse)
+        found[name] = rows = list(islice(rows, limit))
         if not rows:
             raise DataError("there is no question in it", where=task)
     return found

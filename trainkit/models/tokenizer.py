@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from safetensors import SafetensorError
 from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
@@ -53,6 +55,19 @@ def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]
     if path.suffix == ".gguf":
         return str(path.parent.absolute()), {**options, "gguf_file": path.name}
     return source_path, options
+
+
+def _refuse_cut(source: ModelOptions) -> None:
+    """Name the damaged file, which libraries do not; a hub's name is looked up in its cache."""
+    place = local_path(source.name_or_path)
+    with contextlib.suppress(OSError, ValueError):
+        place = place or Path(
+            huggingface_hub.snapshot_download(
+                source.name_or_path, revision=source.revision, local_files_only=True
+            )
+        )
+    if place is not None and place.is_dir():
+        check_model_files(place, with_weights=True)
 
 
 def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
@@ -206,6 +221,8 @@ def explained(source: ModelOptions, part: str) -> Any:
     except Exception as error:  # tokenizers raises nothing narrower, unpickling nearly anything
         if type(error).__name__ == "OutOfMemoryError":  # torch's
             raise
+        if isinstance(error, SafetensorError):
+            _refuse_cut(source)
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if isinstance(error, pickle.UnpicklingError):
             first_line = "a pickle of its weights is damaged, or holds more than plain tensors"

@@ -25,7 +25,7 @@ from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, 
 from trainkit.objectives.sft import collator
 from trainkit.options import PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
-from trainkit.options.training import OBJECTIVE_FORMATS
+from trainkit.options.training import DEFAULT_BETA, OBJECTIVE_FORMATS
 from trainkit.parallel.rows import next_tokens
 
 REFERENCE = "reference"
@@ -82,7 +82,7 @@ class AnswerLoss:
     """The mean loss of the items of a step."""
 
     together = 1
-    default_beta = 0.1
+    default_beta = DEFAULT_BETA
     ratios = Ratios
     figures: Sequence[str] = ()
     has_reference = False

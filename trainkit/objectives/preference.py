@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from trainkit.objectives.answers import AnswerLoss, answer_objective
 from trainkit.options import PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
+from trainkit.options.training import DEFAULT_BETA, SIMPO_BETA
 
 # -- The losses of pairs --------------------------------------------------------------------------
 
@@ -24,7 +25,7 @@ def dpo_losses(chosen: Tensor, rejected: Tensor, options: PreferenceOptions) -> 
 
     Where that is wanted, the ratios are divided by the answers' tokens already.
     """
-    beta, wrong = float(options.beta or 0.1), options.label_smoothing
+    beta, wrong = float(options.beta or DEFAULT_BETA), options.label_smoothing
     margin = beta * (chosen - rejected)
     if options.loss == "sigmoid":
         return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
@@ -184,7 +185,7 @@ class OrpoLoss(PairLoss):
 class SimpoLoss(PairLoss):
     """Each pair: how far the mean log-probabilities are apart, beyond a margin."""
 
-    default_beta = 2.0
+    default_beta = SIMPO_BETA
 
     def rewarded(
         self, sums: Tensor, reference: Tensor | None, lengths: Tensor, is_real: Tensor

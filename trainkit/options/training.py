@@ -138,6 +138,10 @@ def only_format(objective: str, distill: "DistillOptions | None") -> str | None:
     return None if is_live else OBJECTIVE_FORMATS.get(objective)
 
 
+DEFAULT_BETA, SIMPO_BETA = 0.1, 2.0
+"""What ``preference.beta: null`` takes: of all objectives but simpo, and of simpo."""
+
+
 class OnPolicyOptions(Section):
     """Answers that the student itself draws, instead of given ones."""
 

@@ -245,7 +245,7 @@ def _build(run: Run) -> None:
     run.built = built = _built(run)
     if run.teacher is None:
         with made_whole():
-            second = second_model(recipe, args.device, run.tokenizer)
+            second = second_model(recipe, args.device)
         if second is not None:
             run.teacher = second.model
             name, size = second.model.config.name_or_path, second.num_parameters / 1e6

@@ -9,9 +9,8 @@ from torch import nn
 from transformers import TrainerState
 
 from trainkit.auto_class import without_adapters
-from trainkit.errors import ModelError, ResumeRefusedError
+from trainkit.errors import ModelError
 from trainkit.objectives.objective import take_counts
-from trainkit.parallel.agreement import decided_by_each
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.report import CurveRefresher
 from trainkit.run.starts import FILE
@@ -137,26 +136,11 @@ class StopOnRequest(Hook):
 
 
 class KeepToThePlan(Hook):
-    """Holds the steps of a continued run against those it was planned for.
-
-    A command repeated without its overrides could else end a run long before its time, or bend the
-    learning rate, and nobody would notice.
-    """
+    """Says that a continued run has another plan, which bends the learning rate."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         assert checkpoint is not None
-        step, last = loop.state.global_step, loop.state.max_steps
-
-        def refuse() -> None:
-            if step > last:
-                raise ResumeRefusedError(
-                    f"the checkpoint is at step {step}, and the recipe ends at step {last}",
-                    where=str(checkpoint),
-                    fix="repeat the run's own command with --resume (command.sh has it), or raise "
-                    "training.max_steps or training.num_train_epochs",
-                )
-
-        decided_by_each(loop.run.process, refuse)  # so that they say it once
+        last = loop.state.max_steps
         saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if saved.max_steps != last:
             loop.run.console.warn(

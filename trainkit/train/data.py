@@ -24,7 +24,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -630,11 +630,14 @@ def read_conversations(
     ledger: Path,
     vision: Vision | NoVision | None = None,
     options: ImageOptions | None = None,
+    *,
+    most: int | None = None,
 ) -> tuple[list[Conversation], int]:
     """Whole conversations with their tools and images, for questions to a trained model.
 
     Returns:
-        The conversations, and how many rows are none, or have an image that cannot be read.
+        The conversations, ``most`` of them, and how many rows until then are none, or have an image
+        that cannot be read.
     """
     entries = Ledger(ledger)
     why = ""
@@ -645,9 +648,8 @@ def read_conversations(
         entries.add(Entry(str(file), line, "dropped", error.reason, error.detail))
 
     options = options or ImageOptions()
-    conversations = [
-        each for source in sources for each in conversations_in(source, vision, options, drop)
-    ]
+    found = (conversations_in(source, vision, options, drop) for source in sources)
+    conversations = list(islice(chain.from_iterable(found), most))
     entries.close()
     if sources and not conversations:
         raise DataError(

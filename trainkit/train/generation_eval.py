@@ -241,13 +241,13 @@ def load_questions(run: Run, ledger: Path) -> None:
         )
     if generation is not None:
         sources = run.recipe.data.with_format(generation.data)
-        found = read_conversations(sources, ledger, run.vision, run.data_options.images)
-        conversations, num_dropped = found
+        run.held_out, num_dropped = read_conversations(
+            sources, ledger, run.vision, run.data_options.images, most=generation.max_samples
+        )
         if num_dropped:
             run.console.warn(
                 f"{num_dropped} held-out rows cannot be asked and were skipped: {ledger} says why"
             )
-        run.held_out = conversations[: generation.max_samples]
         references = [
             message.content
             for conversation in run.held_out

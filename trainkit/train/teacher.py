@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,10 +26,10 @@ from trainkit.data.formats import decode_row
 from trainkit.data.messages import RowError
 from trainkit.errors import DataError, ModelError
 from trainkit.models.generation import draw_rows
-from trainkit.models.tokenizer import load_tokenizer
+from trainkit.models.tokenizer import check_exists, load_tokenizer
 from trainkit.objectives.distill import DRAWN_FIGURES, ToldDataset
 from trainkit.objectives.objective import TrainingData
-from trainkit.options import ModelOptions
+from trainkit.options import DistillOptions, ModelOptions
 from trainkit.options.training import OnPolicyOptions
 from trainkit.recipe import Recipe
 from trainkit.train.data import train_loader
@@ -40,28 +41,34 @@ if TYPE_CHECKING:
     from trainkit.train.checkpoints import Save
 
 
-def second_model(recipe: Recipe, device: torch.device, tokenizer: Any = None) -> BuiltModel | None:
-    """The frozen model that the loss asks at each step; None where it asks none.
-
-    A teacher must have the tokens of the student's ``tokenizer``; without one nobody looks.
-    """
-    source = recipe.model.replace(frozen=[])
+def second_model(recipe: Recipe, device: torch.device) -> BuiltModel | None:
+    """The frozen model that the loss asks at each step; None where it asks none."""
     if recipe.distill is not None and recipe.distill.teacher is not None:
-        source = source.replace(
-            name_or_path=recipe.distill.teacher,
-            revision=recipe.distill.teacher_revision,
-            dtype=recipe.distill.teacher_dtype or source.dtype,
-            gguf_file=None,
-            init="pretrained",
-        )
-        try:
-            if tokenizer is not None:
-                _refuse_other_tokens(source, tokenizer)
-            return _frozen(recipe, source, device)
-        except ModelError as error:  # loaders know one key
-            where = str(error.where).replace("model.name_or_path", "distill.teacher")
-            raise ModelError(error.what, where=where, fix=error.fix) from error
+        with _of_teacher():
+            return _frozen(recipe, _source_of_teacher(recipe, recipe.distill), device)
+    source = recipe.model.replace(frozen=[])
     return _frozen(recipe, source, device) if recipe.asks_reference == "second model" else None
+
+
+def _source_of_teacher(recipe: Recipe, distill: DistillOptions) -> ModelOptions:
+    return recipe.model.replace(
+        frozen=[],
+        name_or_path=str(distill.teacher),
+        revision=distill.teacher_revision,
+        dtype=distill.teacher_dtype or recipe.model.dtype,
+        gguf_file=None,
+        init="pretrained",
+    )
+
+
+@contextmanager
+def _of_teacher() -> Iterator[None]:
+    """Loaders know one key."""
+    try:
+        yield
+    except ModelError as error:
+        where = str(error.where).replace("model.name_or_path", "distill.teacher")
+        raise ModelError(error.what, where=where, fix=error.fix) from error
 
 
 def _frozen(recipe: Recipe, source: ModelOptions, device: torch.device) -> BuiltModel:
@@ -73,8 +80,14 @@ def _frozen(recipe: Recipe, source: ModelOptions, device: torch.device) -> Built
     return built
 
 
-def _refuse_other_tokens(source: ModelOptions, tokenizer: Any) -> None:
-    own, theirs = tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
+def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> None:
+    """Before anything is built, look for a teacher and hold its tokens against the student's."""
+    if recipe.distill is None or recipe.distill.teacher is None:
+        return
+    source = _source_of_teacher(recipe, recipe.distill)
+    with _of_teacher():
+        check_exists(source)
+        own, theirs = tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
     if own != theirs:
         other = next(iter(sorted(set(own.items()) ^ set(theirs.items()))))[0]
         raise ModelError(

@@ -14,7 +14,7 @@ from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
 from trainkit.models.files import context_warning
 from trainkit.models.loading import load_model
-from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
+from trainkit.models.tokenizer import check_exists, explained, load_config, load_tokenizer
 from trainkit.options import ModelOptions
 
 
@@ -225,3 +225,16 @@ def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path):
     with pytest.raises(DataError, match=rf"'<new>' the id {size} .*line 2.*has {size} rows"):
         run(size)
     assert len(run(size + 1)) == 2
+
+
+def test_a_damaged_shard_of_the_hubs_cache_is_named(saved, tmp_path, monkeypatch):
+    """The libraries find it by a name, and say of no file that it was cut."""
+    import huggingface_hub
+
+    shutil.copytree(saved / "shards", tmp_path / "copy")
+    cut("*-00002-*", 5000)(tmp_path / "copy")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: tmp_path / "copy")
+    (shard,) = (tmp_path / "copy").glob("*-00002-*")
+    named = pytest.raises(ModelError, match=r"copy/model-00002-.*: it was cut")
+    with named, explained(ModelOptions("someone/model"), "model"):
+        load_file(shard)

@@ -123,7 +123,9 @@ def check(
         from trainkit.data.preview import dropped_rows, judge, measure
 
         prepared = _prepare(subject, subject.options)
-        whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
+        whole, summary = prepared, prepared.summary
+        if summary["totals"]["cut"] or any("too_long" in f["reasons"] for f in summary["files"]):
+            whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
         findings = judge(prepared, measure(whole))
         rows = dropped_rows(prepared)
     bad = [finding for finding in findings if finding.status == "error"]

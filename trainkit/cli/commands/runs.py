@@ -228,10 +228,11 @@ def compare(
 
 def _resolved(run: Path) -> dict[str, Any]:
     """A run's resolved values by dotted key; none where it recorded none."""
+    from trainkit.compare.runs import spelt_out
     from trainkit.recipe.document import read_document
 
     path = run / "resolved.yaml"
-    return dict(_flat(read_document(path).values)) if path.is_file() else {}
+    return dict(_flat(spelt_out(read_document(path).values))) if path.is_file() else {}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

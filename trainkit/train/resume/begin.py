@@ -16,12 +16,13 @@ from transformers import TrainerState, TrainingArguments
 from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk, file_digest
 from trainkit.checkpoint.whole.manifest import refuse_foreign
 from trainkit.data.files import resolve_files
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ResumeRefusedError
 from trainkit.options import ModelOptions
 from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
 from trainkit.run import RunDirectory
 from trainkit.run.starts import Start, append_start, begin_again, read_starts
 from trainkit.train.checkpoints import BASE, ResumePoint, find_resume_point, folder_name
+from trainkit.train.data import EpochPlan, train_loader
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.faults.numbers import NumberError
 from trainkit.train.hooks import Hook, LoopState
@@ -147,6 +148,7 @@ def find_resumption(run: Run) -> None:
             "the same directory"
         )
         return
+    decided_by_each(run.process, lambda: refuse_behind_the_end(run, point))
     run.review = decided_by_each(run.process, lambda: _reviewed(run, point))
     run.point = point
     if BASE not in point.fingerprint:
@@ -161,6 +163,21 @@ def find_resumption(run: Run) -> None:
         console.note(f"from step {point.step} on, {change}")
     for change in run.review.accepted:
         console.warn(f"not as it was, and accepted: {change}")
+
+
+def refuse_behind_the_end(run: Run, point: ResumePoint) -> None:
+    """Refuse a checkpoint that the recipe, say repeated without its overrides, ends before."""
+    args, data, last = run.args, run.data.train, run.args.max_steps
+    if last <= 0:  # no stream, which has no other end
+        loader = train_loader(data, None, args, run.layout)
+        last = EpochPlan.of(loader, args, is_equal=data.has_equal_epochs).max_steps
+    if point.step > last:
+        raise ResumeRefusedError(
+            f"the checkpoint is at step {point.step}, and the recipe ends at step {last}",
+            where=str(point.checkpoint),
+            fix="repeat the run's own command with --resume (command.sh has it), or raise "
+            "training.max_steps or training.num_train_epochs",
+        )
 
 
 def _reviewed(run: Run, point: ResumePoint) -> Review:
