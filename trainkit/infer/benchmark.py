@@ -178,8 +178,8 @@ def read_files(tasks: Sequence[str], paths: ModelPaths, limit: int | None) -> Fi
         if name in found:
             raise RecipeError(f"two files are called {name}", where="--tasks", fix="rename one")
         rows = conversations_in(Source(path=task), vision, ImageOptions(), refuse)
-        found[name] = rows = list(islice(rows, limit))
-        if not rows:
+        found[name] = list(islice(rows, limit))
+        if not found[name]:
             raise DataError("there is no question in it", where=task)
     return found
 
