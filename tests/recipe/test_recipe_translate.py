@@ -358,6 +358,10 @@ SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
         )
         data = recipe_of(tmp_path, self.translated(tmp_path, chats).text).data
         assert (data.train_behind, data.mask) == ("<|channel|>final<|message|>", "assistant")
+        sees = chats.replace("rows = load", "AutoModelForImageTextToText()\nrows = load")
+        assert self.translated(tmp_path, sees)  # a model that sees, over rows without images
+        with pytest.raises(RecipeError, match="images"):
+            self.translated(tmp_path, sees + "\nimage")
 
     def test_a_trainer_of_preferences(self, tmp_path):
         rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")

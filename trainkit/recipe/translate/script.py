@@ -117,9 +117,10 @@ def read_script(path: Path, text: str) -> Theirs:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        _refuse_kind(path, re.findall(r"([\w.]+)\(", text))
+        _refuse_kind(path, re.findall(r"([\w.]+)\(", text), text)
         raise RecipeError(f"not Python: {error}", where=str(path)) from error
-    trainer = _refuse_kind(path, [_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)])
+    calls = [_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    trainer = _refuse_kind(path, calls, text)
     script = Script(tree, path)
     theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
     with contextlib.suppress(Trained, RecursionError):
@@ -137,9 +138,10 @@ def _imports(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in named}
 
 
-def _refuse_kind(path: Path, calls: list[str]) -> str:
+def _refuse_kind(path: Path, calls: list[str], source: str) -> str:
     """Refuse another kind of training; the name of a trainer of ours that is not `SFTTrainer`."""
     kinds = table("kinds")
+    is_text = not re.search("(?i)image(?!texttotext)|video|vision", source)
     trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
     used = " ".join(dict.fromkeys(f"{name}(" for name in calls))
     found = [
@@ -147,7 +149,9 @@ def _refuse_kind(path: Path, calls: list[str]) -> str:
         for part, texts in (("trainers", trainers), ("calls", [used]))
         for kind, row in kinds.items()
         for text in texts
-        if part in row and (match := re.search(row[part], text))
+        if part in row
+        and (match := re.search(row[part], text))
+        and not (kind == "vision" and is_text)
     ]
     if not trainers and not any(name.endswith("get_peft_model") for name in calls):
         found.append(("inference", "no trainer is made"))
