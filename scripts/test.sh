@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the test extras and pass the tests. Arguments go to pytest.
+# Install the test extras and pass the tests; with --all in every case, not the samples alone.
+# Other arguments go to pytest.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/install.sh
@@ -9,7 +10,7 @@ PIP_COMPILE=0 install_trainkit test
 cd "$repository"
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
+if [ $# -gt 0 ] && [ "$*" != --all ]; then exec "$python" -m pytest "$@"; fi
 
 "$python" scripts/count.py
 "$python" -m ruff check .
@@ -22,7 +23,7 @@ trap 'kill "$types" 2>/dev/null || true' EXIT
 wait "$types"
 # Two workers for the two cores. A file stays on one of them: its tests share fixtures. Files come
 # in the order of tests/conftest.py.
-"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 # Triton's kernels themselves, run by its interpreter on CPU tensors. The variable must be set before
 # Python starts, so they are a run of their own. (The families start theirs by themselves.)
-TRITON_INTERPRET=1 "$python" -m pytest -n 2 --dist worksteal tests/kernels
+TRITON_INTERPRET=1 "$python" -m pytest -n 2 --dist worksteal tests/kernels "$@"

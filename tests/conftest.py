@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,11 +23,39 @@ def has_cuda():
     return torch.cuda.is_available()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every case, not the samples of each test")
+
+
+def sampled(items):
+    """Those that a ``sample`` marker chooses by patterns of ids, and those that have none."""
+    kept = []
+    chosen = {(item.function, each) for item in items for each in sample_of(item)}
+    for item in items:
+        found = [each for each in sample_of(item) if fnmatch(item.callspec.id, each)]
+        chosen -= {(item.function, each) for each in found}
+        if found or not sample_of(item):
+            kept.append(item)
+    if chosen:
+        raise pytest.UsageError(f"samples of no case: {[(f.__name__, each) for f, each in chosen]}")
+    return kept
+
+
+def sample_of(item):
+    marker = item.get_closest_marker("sample")
+    return marker.args if marker else ()
+
+
 def pytest_collection_modifyitems(config, items):
     """On several workers files that start processes come first: none is left when the rest ends."""
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    is_named = any("[" in word for word in config.args)
+    if not (config.option.all or is_named or has_cuda()):
+        kept = sampled(items)
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
     if not hasattr(config, "workerinput"):
         return
     started = (subprocess, ranks.run_ranks, commands.trainkit, commands.python)

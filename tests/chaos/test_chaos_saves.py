@@ -46,6 +46,7 @@ def test_a_rank_that_cannot_write_stops_all_with_its_own_message(
     assert not list((tmp_path / "full").glob(".*staging*"))
 
 
+@pytest.mark.sample("0-1-*", "[23]-2-*")
 @pytest.mark.parametrize(
     ("stage", "world_size", "options"),
     [

@@ -19,6 +19,7 @@ def sharded(stage):
     return {"shard": stage} if isinstance(stage, str) else {"stage": stage}
 
 
+@pytest.mark.sample("[023]", "fsdp2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
 def test_two_ranks_equal_one_process(stage, one_process, tmp_path):
     """fp32, the same global batches of 8: sums in another order, so 1e-5 relative over 8 steps."""
@@ -32,6 +33,7 @@ def test_two_ranks_equal_one_process(stage, one_process, tmp_path):
     assert first["eval_loss"] == pytest.approx(one_process["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.sample("3", "fsdp2")
 @pytest.mark.parametrize("stage", [2, 3, "fsdp2"])
 def test_accumulation_on_two_ranks_equals_one_process(stage, one_process, tmp_path):
     first, _ = run_ranks(CASE, root=str(tmp_path), **sharded(stage), batch=1, accumulate=4)
@@ -39,6 +41,7 @@ def test_accumulation_on_two_ranks_equals_one_process(stage, one_process, tmp_pa
     assert first["grad_norms"] == pytest.approx(one_process["grad_norms"], rel=1e-4)
 
 
+@pytest.mark.sample("3", "fsdp2")
 @pytest.mark.parametrize("stage", [0, 2, 3, "fsdp2"])
 def test_a_resumed_run_equals_an_unbroken_one(stage, tmp_path):
     options = {
@@ -84,6 +87,7 @@ def test_two_ranks_sum_the_gradients_of_bf16_weights_in_fp32(tmp_path):
         assert ours == pytest.approx(wanted, rel=2e-5)
 
 
+@pytest.mark.sample("0", "2", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_sum_of_many_micro_batches_is_as_exact_as_that_of_few(stage, tmp_path):
     """64 micro-batches of bf16 gradients on two ranks, against their float64 sum.

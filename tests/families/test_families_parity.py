@@ -31,6 +31,8 @@ from trainkit.models.proof.rewritten import Rewritten
 from trainkit.options.model import OPS
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
+kinds = pytest.mark.sample("*gemma", "*glm4", "*phi3", "*qwen2_vl")
+"""Norms of 1 + weight and GeGLU; norms behind blocks and pairs in turn; packed; with images."""
 LAYERS = 2
 
 
@@ -53,6 +55,7 @@ def calls(monkeypatch):
 
 
 @every_family
+@pytest.mark.sample("bf16-*", "fp32-gemma", "fp32-qwen3")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_loss_and_every_gradient(name, dtype, calls):
     model = make(name, dtype=dtype)
@@ -78,6 +81,7 @@ def test_logits_loss_and_every_gradient(name, dtype, calls):
 
 
 @every_family
+@kinds
 def test_norms_have_hugging_faces_bits(name):
     """A wrong ``cast`` is as near to the truth, and another function in bf16."""
     model = make(name, dtype=torch.bfloat16)
@@ -103,6 +107,7 @@ def test_norms_have_hugging_faces_bits(name):
 
 
 @every_family
+@kinds
 def test_under_autocast(name):
     """fp32 weights, bf16 products: norms and additions see both dtypes at once."""
     truth = run(exact(make(name)), make_batch(name))
@@ -118,6 +123,7 @@ def test_under_autocast(name):
 
 
 @every_family
+@kinds
 def test_every_op_alone(name):
     """Ops do not lean on one another: each one switched on by itself is right."""
     model = make(name)
@@ -133,6 +139,7 @@ def test_every_op_alone(name):
 
 
 @every_family
+@pytest.mark.sample("True-llama", "False-glm4", "False-qwen2_vl")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_recomputes_every_layer_once(name, reentrant):
     model = make(name)
@@ -151,6 +158,7 @@ def test_checkpointing_recomputes_every_layer_once(name, reentrant):
 
 
 @every_family
+@kinds
 def test_the_attention_function_gets_what_it_got(name, monkeypatch):
     """What sdpa ignores counts for other functions: windows, dropout, scaling."""
     seen = []
@@ -196,6 +204,7 @@ def with_lora(model):
 
 
 @every_family
+@kinds
 def test_patch_before_and_after_peft(name):
     plain = run(with_lora(make(name)), make_batch(name))
     truth = run(exact(with_lora(make(name))), make_batch(name))
@@ -212,6 +221,7 @@ def test_patch_before_and_after_peft(name):
 
 
 @every_family
+@kinds
 def test_norms_trained_through_peft(name):
     """``modules_to_save`` copies norms and wraps them: the copies count, and revert finds them."""
 
@@ -238,6 +248,7 @@ def test_norms_trained_through_peft(name):
 
 
 @every_family
+@kinds
 def test_revert_leaves_the_plain_model(name):
     model = make(name)
     plain = run(model, make_batch(name))
@@ -257,6 +268,7 @@ def test_revert_leaves_the_plain_model(name):
 
 
 @every_family
+@kinds
 def test_generation_with_a_cache_is_unchanged(name, calls):
     model = make(name).eval()
     batch = like_model(make_batch(name), model)
@@ -286,6 +298,7 @@ def test_generation_with_a_cache_is_unchanged(name, calls):
 
 
 @every_family
+@kinds
 def test_accumulation_is_invariant_to_how_a_batch_is_cut(name):
     """Eight ragged samples at once, and one by one: the same loss and gradients.
 
@@ -319,6 +332,7 @@ def test_accumulation_is_invariant_to_how_a_batch_is_cut(name):
             torch.testing.assert_close(parameter.grad, at_once[key], rtol=0, atol=1e-6 * scale)
 
 
+@pytest.mark.sample("zero3", "fsdp2")
 @pytest.mark.parametrize("case", [{"stage": 2}, {"stage": 3}, {}], ids=["zero2", "zero3", "fsdp2"])
 def test_two_sharding_ranks_equal_one_process(case):
     """fp32, two SGD steps of every family: another order of sums, a few roundings of a weight."""

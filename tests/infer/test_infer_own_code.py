@@ -113,6 +113,7 @@ WORKS = ("generate", "chat", "eval", "merge", "vllm", "fp8", "data")
 NEEDS = {"eval": "lm_eval"}
 
 
+@pytest.mark.sample("*-own-full", "*-known-lora")
 @pytest.mark.parametrize("run", ["own-full", "own-lora", "known-lora"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_the_flag_nothing_of_it_runs(root, command, run):
@@ -133,6 +134,7 @@ def test_without_the_flag_nothing_of_it_runs(root, command, run):
     assert ("its run used code" in said.err) is (command not in ("kernels", "data"))
 
 
+@pytest.mark.sample("generate-*", "*-own-full", "merge-*", "vllm-known-lora", "fp8-own-lora")
 @pytest.mark.parametrize("run", ["own-full", "own-lora", "known-lora"])
 @pytest.mark.parametrize("command", WORKS)
 def test_with_the_flag_every_command_takes_it(root, command, run, tmp_path):

@@ -172,6 +172,7 @@ def as_bitsandbytes_loads(folder, quantize):
 IN_PART = ["lora.quantize_skip=[layers.0]", "lora.quantize_head=true"]
 
 
+@pytest.mark.sample("nf4-more2", "int8-*", "fp8-*")
 @pytest.mark.parametrize(
     ("quantize", "more"),
     [

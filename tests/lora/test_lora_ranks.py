@@ -8,12 +8,14 @@ from ranks import run_ranks
 TOLERANCE = 5e-6
 
 
+@pytest.mark.sample("0", "2", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_equal_one_process(stage):
     for difference in run_ranks("lora.lora_rank_cases:train", name="qwen2", stage=stage):
         assert difference < TOLERANCE
 
 
+@pytest.mark.sample("reentrant-3", "non_reentrant-2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
 def test_with_checkpointing(stage, checkpointing):
@@ -24,6 +26,7 @@ def test_with_checkpointing(stage, checkpointing):
         assert difference < TOLERANCE
 
 
+@pytest.mark.sample("glm", "phi3")
 @pytest.mark.parametrize("name", ["glm", "phi3", "gemma"])
 def test_other_shapes_of_block_under_zero3(name):
     for difference in run_ranks("lora.lora_rank_cases:train", name=name, stage=3):

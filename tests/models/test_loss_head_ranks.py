@@ -4,6 +4,7 @@ import pytest
 from ranks import run_ranks
 
 
+@pytest.mark.sample("ddp-tied", "fsdp-own-unit-untied", "zero2-untied", "zero3-tied")
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("case", "arguments"),

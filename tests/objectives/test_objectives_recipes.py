@@ -47,6 +47,7 @@ def test_the_shipped_recipe_trains_on_a_cpu(objective, assets):
     assert sum("loss" in row for row in rows) == 2
 
 
+@pytest.mark.sample("dpo", "kto", "distill")
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_new_writes_a_recipe_that_trains_as_it_is(objective, tmp_path, tiny_qwen2):
     rows = [rated(n) if objective == "kto" else pair(n) for n in range(12)]

@@ -106,6 +106,7 @@ def test_a_split_backward_pass_recomputes_a_layer_once(tmp_path):
     assert runs == [{"0": 2 * once, "3": once}, {"1": 2 * once, "2": 2 * once}]
 
 
+@pytest.mark.sample("full", "lora-fsdp2")
 @pytest.mark.parametrize(
     ("lora", "shard"),
     [(None, "none"), (None, "fsdp2"), ({"r": 4}, "none"), ({"r": 4}, "fsdp2")],

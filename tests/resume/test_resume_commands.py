@@ -106,6 +106,7 @@ def test_a_schedule_with_a_state_of_its_own_goes_on_over_the_new_rates(project):
     assert {group["lr"] for group in state["param_groups"]} == {1e-3, 2e-3}
 
 
+@pytest.mark.sample("zero[23]")
 @pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
 def test_a_new_rate_and_decay_reach_the_sharded_optimizer(project, shard):
     project.sft(*START, "lora=null", f"deepspeed={shard}", num_ranks=2, kill_at=5)

@@ -1,4 +1,4 @@
-"""Killed twice and continued, a run ends with the bytes of the one that was never stopped.
+"""Killed and continued, a run ends with the bytes of the one that was never stopped.
 
 Nothing is set by hand that users leave out: the second command is ``sft --resume RUN``.
 """
@@ -45,25 +45,31 @@ ON_TWO_RANKS = {
 }
 
 
-def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml"):
+def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml", again=False):
+    """Records of a run that is killed, twice where ``again`` says so, and of one that is not."""
     arguments = ["--config", str(config), "training.max_steps=6", *arguments]
     whole = project.sft(*arguments, "--output-dir", "whole", num_ranks=num_ranks)
     assert whole.code == 0, whole.err
     begin = (*arguments, "--output-dir", "parts")
     assert project.sft(*begin, num_ranks=num_ranks, kill_at=3) is None
-    assert project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=5) is None
+    if again:
+        assert project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=5) is None
     last = project.sft("--resume", "parts", num_ranks=num_ranks)
     assert last.code == 0, last.err
     return record(project.root / "parts"), record(project.root / "whole")
 
 
+@pytest.mark.sample(
+    "adapters in bf16", "full in bf16", "4-bit base", "full in fp8", "rows*", "streamed", "eval*"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_process(project, variant):
-    parts, whole = broken_and_whole(project, VARIANTS[variant])
+    parts, whole = broken_and_whole(project, VARIANTS[variant], again="full" in variant)
     assert parts == whole
 
 
+@pytest.mark.sample("ddp", "zero2", "zero3", "fp8 base under*")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ON_TWO_RANKS)
 def test_two_processes(project, variant):
@@ -84,6 +90,9 @@ ANSWERS = {**dict.fromkeys(("dpo", "orpo", "simpo", "reward"), pair), "kto": rat
 """By the objective that a shipped recipe is named after: a row of its data."""
 
 
+@pytest.mark.sample(
+    "quickstart", "quickstart-dpo", "quickstart-images", "llama3.1*", "*-qlora", "glm4*"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes(project, path):

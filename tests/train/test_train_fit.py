@@ -1,7 +1,6 @@
 """``new`` writes only what ``sft`` takes of a model; lists of names and sizes are held as well."""
 
 import json
-import os
 
 import pytest
 import tiny_classes
@@ -23,13 +22,10 @@ QWEN2 = Qwen2Config(
 
 
 TYPES = sorted(tiny_classes.classes())
-SAMPLED = {*TYPES[::16], "gemma3n", "llama", "musicgen", "qwen2", "qwen3_next"}
-"""Two hundred take minutes: ``TRAINKIT_ALL_TYPES=1`` goes through them."""
 
 
-@pytest.mark.parametrize(
-    "model_type", TYPES if os.environ.get("TRAINKIT_ALL_TYPES") else sorted(SAMPLED)
-)
+@pytest.mark.sample("gpt2", "gemma3n", "llama", "musicgen", "qwen2", "qwen3_next")
+@pytest.mark.parametrize("model_type", TYPES)
 def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeypatch, capsys):
     try:
         config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})

@@ -4,6 +4,8 @@ import pytest
 import torch
 from pictures import KINDS, QWEN3_5, Family
 
+seen = pytest.mark.sample("qwen2_5_vl", "qwen3_vl", "idefics3", "gemma[34]")
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory):
@@ -41,6 +43,7 @@ def assert_same(found, expected, within=3e-6):
         assert worst <= within * largest, (part[0], float(worst / largest))
 
 
+@seen
 def test_packed_rows_train_as_each_sample_in_plain_transformers(family):
     """Loss and every gradient: attention, positions, placeholders and pixels are the model's."""
     samples = [family.data[index] for index in range(12)]
@@ -52,6 +55,7 @@ def test_packed_rows_train_as_each_sample_in_plain_transformers(family):
     assert_same(gradients(family.build(), [packed]), expected, within)
 
 
+@seen
 def test_a_changed_image_is_seen_by_its_own_sample_alone(family):
     """The other logits stay to the bit; without documents between them they would not."""
     from trainkit.errors import TrainkitError
@@ -75,6 +79,7 @@ def test_a_changed_image_is_seen_by_its_own_sample_alone(family):
         image_leak_test(Leaky(), batch, token_id=family.vision.token_id, attention="auto")
 
 
+@seen
 def test_samples_alone_train_as_in_plain_transformers(family):
     samples = [family.data[index] for index in range(12)]
     expected = gradients(family.plain().train(), [family.plain_batch(each) for each in samples])
@@ -82,6 +87,7 @@ def test_samples_alone_train_as_in_plain_transformers(family):
     assert_same(gradients(family.build(packing=False), padded), expected)
 
 
+@seen
 def test_a_batch_without_images_calls_what_sees_and_learns_nothing_from_it(family):
     batch = family.collator(False)([next(one for one in family.data if not one.get("images"))])
     model = family.build(packing=False)

@@ -62,6 +62,7 @@ def test_a_micro_batch_without_a_trained_token_adds_nothing(lab, monkeypatch):
 ROUTERS = ({}, {"router_aux_loss": 0.5, "router_z_loss": 0.1})
 
 
+@pytest.mark.sample("0.0-own", "0.1-asked")
 @pytest.mark.parametrize("options", ROUTERS, ids=("own", "asked"))
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_routers_losses_are_the_same_however_a_step_is_cut(
@@ -86,6 +87,7 @@ def test_the_routers_losses_are_the_same_however_a_step_is_cut(
             assert again[key] == pytest.approx(evaluated[key], rel=1e-6)
 
 
+@pytest.mark.sample("0-own", "2-asked")
 @pytest.mark.parametrize("options", ROUTERS, ids=("own", "asked"))
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_routers_losses_are_the_same_on_any_number_of_ranks(stage, options, tmp_path):

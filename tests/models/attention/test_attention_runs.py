@@ -27,6 +27,7 @@ def directory_of(tmp_path_factory, tiny_tokenizer):
     return make
 
 
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_proof_under_zero3_runs_on_layers_of_the_models_kind(dtype, directory_of):
     """Windows in one layer, sinks in all; the two ranks say the same."""
