@@ -61,6 +61,7 @@ class Rules:
             "shards": lambda name: getattr(OPTIMIZERS.get(str(name)), "shards", None),
             "preference_losses": PREFERENCE_LOSSES,
             "templates": table("templates"),
+            "families": table("rules")["families"],
         }
 
     def run(self, rules: Iterable[Mapping[str, Any]]) -> None:
