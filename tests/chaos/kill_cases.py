@@ -3,13 +3,12 @@
 import hashlib
 import os
 import signal
-import threading
 from pathlib import Path
 
 from lab import Lab
 from tiny import make_tokenizer
 
-OPTIONS = {"batch": 2, "accumulate": 2, "dropout": 0.1, "max_steps": 30, "save_steps": 2}
+OPTIONS = {"batch": 2, "accumulate": 2, "dropout": 0.1, "max_steps": 12, "save_steps": 2}
 
 
 def _digest(trainer):
@@ -19,16 +18,13 @@ def _digest(trainer):
     return digest.hexdigest()
 
 
-def train(root, kill_after=None, kill_at_write=None):
+def train(root, kill_at_write=None):
     """Train, or continue from the newest complete checkpoint; returns the digest of the weights.
 
-    After ``kill_after`` seconds, or at the ``kill_at_write``-th call of fsync (inside a save), the
-    process gets SIGKILL.
+    At the ``kill_at_write``-th call of fsync (inside a save) the process gets SIGKILL.
     """
     from trainkit.train.checkpoints import find_resume_point
 
-    if kill_after is not None:
-        threading.Timer(kill_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if kill_at_write is not None:
         _kill_at_fsync(kill_at_write)
     trainer = Lab(make_tokenizer(), Path(root)).trainer("run", save_total_limit=2, **OPTIONS)

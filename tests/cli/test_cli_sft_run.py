@@ -1,12 +1,9 @@
 """``trainkit sft`` as a user types it, on a tiny model: the run directory, resuming, stopping."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,26 +58,8 @@ def project(tmp_path, tiny_qwen2):
     return tmp_path
 
 
-def start(project, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainkit.cli.app", "sft", *arguments],
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-
 def sft(project, *arguments, **options):
-    """Behind the imports; ``start`` is the command in an interpreter of its own."""
     return trainkit(project, "sft", *arguments, **options)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
 
 
 def status(run):
@@ -233,7 +212,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
 def test_bad_input_is_one_message_and_exit_code_2(project, change, message):
     (project / "cache").mkdir()
     (project / "cache" / "something").touch()
-    code, out, err = finish(start(project, "--config", "small.yaml", *change))
+    code, out, err = sft(project, "--config", "small.yaml", *change)
     assert code == 2
     assert message in err
     assert "Traceback" not in err

@@ -344,6 +344,7 @@ def test_two_sharding_ranks_equal_one_process(case):
 
 
 @pytest.mark.slow
+@pytest.mark.sample("glm4", "gemma", "qwen2_vl")
 @pytest.mark.parametrize("name", ["qwen2", "glm4", "gemma", "qwen2_vl"])
 def test_the_kernels_themselves_through_the_interpreter(name):
     """Each kernel of the table at least once: on a CPU tensor the ops are their references."""

@@ -27,6 +27,7 @@ def drawn(device, vocab):
     return hidden, weight, labels, draw.normal(vocab)
 
 
+@pytest.mark.sample("True-*0-64", "False-*0-80", "True-*1-64", "False-*2-80")
 @pytest.mark.parametrize("vocab", VOCAB)
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("each_token", [False, True])

@@ -40,6 +40,7 @@ def test_no_further_from_the_truth_than_plain_torch(name, dtype):
     assert not too_far(name, dtype)
 
 
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_under_the_interpreter(dtype):
     (answer,) = run_ranks(
