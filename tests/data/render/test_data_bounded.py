@@ -84,7 +84,7 @@ BOMBS = [
 def hurried(monkeypatch):
     """Seconds are not waited for; what is let go of without memory, pytest cannot tell of."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "SECONDS", 0.05)
     monkeypatch.setattr(bounded, "MEMORY", 2**26)
 
 
@@ -144,6 +144,7 @@ def test_what_templates_do_goes_on(text, shown):
     assert template.render([{"role": "user", "content": "q"}]) == shown
 
 
+@pytest.mark.sample("[0-9]", "25", "4[5-9]")
 @pytest.mark.parametrize("bomb", BOMBS, ids=map(str, range(len(BOMBS))))
 def test_a_template_of_columns_is_refused_as_soon(bomb, hurried):
     row = {"messages": [{"role": "user", "content": "q"}], "width": 10**9, "eos_token": "e"}
@@ -152,7 +153,7 @@ def test_a_template_of_columns_is_refused_as_soon(bomb, hurried):
 
 
 def test_an_endless_template_of_columns_is_named_with_its_line(write, ready, monkeypatch):
-    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "SECONDS", 0.05)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     path = write([{"a": "1"}])
     source = Source(str(path), format="template", columns={"completion": endless})

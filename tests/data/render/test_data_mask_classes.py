@@ -94,6 +94,9 @@ def masks(builder, rows):
     return found
 
 
+@pytest.mark.sample(
+    "cohere2", "deepseekv3", "g*4*", "gptoss", "lfm2", "llama3_1", "mistral", "qwen3*"
+)
 @pytest.mark.parametrize("name", [*sorted(TEMPLATES), "mistral"])
 def test_a_mask_depends_on_its_conversation_alone(name):
     tokenizer = make_tokenizer() if name == "mistral" else tokenizer_of(name)
@@ -329,6 +332,7 @@ def test_every_template_keeps_the_indentation_it_prints(name):
 THOUGHT = {"role": "assistant", "reasoning_content": "only a thought"}
 
 
+@pytest.mark.sample("{}-*", "*''}-q*", "*None}-q*")
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": None}], ids=str)
 def test_a_turn_of_thinking_alone_is_trained_where_the_template_prints_it(name, content):
