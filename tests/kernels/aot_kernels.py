@@ -1,4 +1,4 @@
-"""Compile every kernel for GPUs that are not here: python aot_kernels.py ARCH...
+"""Compile every kernel for a GPU that is not here: python aot_kernels.py ARCH [every]
 
 Run without TRITON_INTERPRET. The ops are called on CPU tensors with the launch replaced, so what is
 compiled is exactly what a launch would ask for. Prints one line a kernel, and fails on an error or
@@ -79,14 +79,10 @@ def wide_cases(spec: TriedOp) -> list[Case]:
     return [rms_norm_case(str(width), (2, width), **kind) for width in WIDE]
 
 
-EVERY = 90
-"""Where all options are compiled; for the others, which differ in what fits, one call an op is."""
-
-
-def calls(spec: TriedOp, arch: int) -> list[Case]:
-    """A case for each set of options and gradients, and one that a real model would bring."""
+def calls(spec: TriedOp, every: bool) -> list[Case]:
+    """One that a real model would bring; and if ``every``, each set of options and gradients."""
     kinds = {(tuple(case.options.items()), case.grads): case for case in reversed(spec.cases)}
-    if arch != EVERY:
+    if not every:
         kinds.clear()
     large = [case for case in spec.cases if case.large][:1] if spec.name in LARGE else []
     return [*kinds.values(), spec.cases[1], *large]
@@ -121,41 +117,37 @@ def step_in_the_backward_pass() -> None:
     )  # fmt: skip
 
 
-def main(archs: list[int]) -> None:
+def main(arch: int, every: bool) -> None:
     seen = set()
-    here: list[int] = []
 
     def record(
         self, programs, pointers, strides, free, constants, num_warps, num_stages=1, products=0
     ):
-        for arch in here:
-            kinds = tuple(pointer.dtype for pointer in pointers)
-            key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)
-            if key not in seen:
-                seen.add(key)
-                compile_for(arch, self, pointers, strides, free, constants, num_warps, num_stages)
-                print(arch, self.jitted.__module__, self.jitted.__name__, flush=True)
+        kinds = tuple(pointer.dtype for pointer in pointers)
+        key = (self.jitted.__name__, kinds, constants, num_warps, num_stages)
+        if key not in seen:
+            seen.add(key)
+            compile_for(arch, self, pointers, strides, free, constants, num_warps, num_stages)
+            print(arch, self.jitted.__module__, self.jitted.__name__, flush=True)
 
     launch.Kernel.launch = record
     launch.INTERPRETING = True  # CPU tensors take the kernels' road
-    for arch in archs:
-        launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]
-        here[:] = [arch]
-        if arch >= SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]:
-            quantise_what_models_bring()
-        step_in_the_backward_pass()
-        for spec in OPS.values():
-            if spec.name in WHOLE or arch < spec.smallest_target:
-                continue
-            # In fp32 a tile takes twice the room; the wide rows matter there only.
-            for dtype, cases in (
-                (torch.bfloat16, calls(spec, arch)),
-                (torch.float32, [spec.cases[1], *wide_cases(spec)]),
-            ):
-                for case in cases:
-                    inputs = case.inputs(Draw.seeded(dtype, "cpu", 0))
-                    run(spec.function, case, inputs, torch.ones_like)
+    launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]
+    if arch >= SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]:
+        quantise_what_models_bring()
+    step_in_the_backward_pass()
+    for spec in OPS.values():
+        if spec.name in WHOLE or arch < spec.smallest_target:
+            continue
+        # In fp32 a tile takes twice the room; the wide rows matter there only.
+        for dtype, cases in (
+            (torch.bfloat16, calls(spec, every)),
+            (torch.float32, [spec.cases[1], *wide_cases(spec)]),
+        ):
+            for case in cases:
+                inputs = case.inputs(Draw.seeded(dtype, "cpu", 0))
+                run(spec.function, case, inputs, torch.ones_like)
 
 
 if __name__ == "__main__":
-    main([int(arch) for arch in sys.argv[1:]])
+    main(int(sys.argv[1]), "every" in sys.argv)
