@@ -3,12 +3,15 @@
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainkit.bench import command as bench
+from trainkit.bench import rows
 from trainkit.bench.providers import Shape
+from trainkit.bench.rows import prepare
 
 TINY = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -50,9 +53,9 @@ def test_a_tool_that_fails_says_why(work, monkeypatch):
 
 
 def test_trainkit_and_the_trainer_are_given_the_same(work):
-    bench.prepare(work.folder, work.shape, work.steps)
-    rows = (work.folder / "rows" / "rows.jsonl").read_text().splitlines()
-    assert [len(json.loads(row)["input_ids"]) for row in rows] == [16] * 12
+    prepare(work.folder, work.shape, work.steps, ["lora"])
+    lines = (work.folder / "rows" / "rows.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["input_ids"]) for line in lines] == [16] * 12
     words = bench.TOOLS["trl"].command(work, work.folder / "trl")
     given = dict(itertools.pairwise(words))
     for name, value in work.settings.items():
@@ -63,9 +66,18 @@ def test_trainkit_and_the_trainer_are_given_the_same(work):
     assert recipe["lora"]["r"] == int(given["--lora_r"])
 
 
-def test_trainkit_is_measured_from_its_command(work):
-    bench.prepare(work.folder, work.shape, work.steps)
+@pytest.mark.parametrize("mode", ["lora", "dpo_helpsteer", "images"])
+def test_trainkit_is_measured_from_its_command(mode, work, monkeypatch):
+    small = {"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}
+    monkeypatch.setattr(rows, "_VISION", {**small, "intermediate_size": 64})
+    monkeypatch.setattr(rows, "_IMAGE_TOKENS", (12, 14))  # two packed rows of 512 a pair of steps
+    length = 512 if mode == "images" else 64
+    shape = Shape("qwen3", {**TINY, "head_dim": 128}, batch_size=2, length=length)
+    work = replace(work, mode=mode, shape=shape)
+    prepare(work.folder, work.shape, work.steps, [mode])
     row = bench.measure("trainkit", work)
     assert "error" not in row, row
-    assert row["ms"] > 0
-    assert row["loss"] == pytest.approx(5.7, abs=0.3)  # ln 300, before anything is learnt
+    rate = {"lora": "tokens", "images": "images"}.get(mode, "pairs")
+    assert row[f"{rate}_per_second"] > 0
+    # ln 300 or ln 2, before anything is learnt.
+    assert row["loss"] == pytest.approx(0.69 if "dpo" in mode else 5.7, abs=0.3)

@@ -122,6 +122,8 @@ UNITS = {
     "cpu_seconds": "s",
     "cached_start_seconds": "s",
     "rows_per_second": "rows/s",
+    "pairs_per_second": "pairs/s",
+    "images_per_second": "images/s",
     "packing_fill": "share",
     "speedup": "times",
     "memory_saving": "share",

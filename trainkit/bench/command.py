@@ -1,8 +1,8 @@
 """LoRA as each tool trains it from its own command: ms a step, the way to the first step, memory.
 
-The same model with random weights, the same rows of token ids, the same settings, one tool after
-another. A tool is watched from outside, by the lines that it writes for each step, and by the
-memory that the GPU has given away meanwhile.
+The same model with random weights, the same rows, the same settings, one tool after another. A tool
+is watched from outside, by the lines that it writes for each step, and by the memory that the GPU
+has given away meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
-from trainkit.bench.lora import LORA_ALPHA, LORA_RANK, TARGETS, save_base
+from trainkit.bench.lora import LORA_ALPHA, LORA_RANK, TARGETS
 from trainkit.bench.providers import Shape
+from trainkit.bench.rows import MODES, PAIRS, base_of, folder_of, mean_tokens
 from trainkit.processes import module_command
 
-_FIRST_ID, _LAST_ID = 2, 250
-"""Ids of the rows: the byte-level tokenizer next to the base has as many."""
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""As peft is told to adapt them."""
 
 _LOSS = re.compile(r"\bloss'?:?\s+'?(\d[\d.e+-]*)")
-_STEP_OF_TRAINER, _STEP_OF_TRAINKIT = re.compile(r"^\{.*'loss':"), re.compile(r"^step +\d+/")
+_STEP_OF_TRAINER = re.compile(r"^\{.*'loss':")
+_STEP_OF_TRAINKIT = re.compile(r"^step +\d+/(?P<steps>\d+)")
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Work:
     """What all tools do.
 
     Attributes:
-        folder: has ``base`` and ``rows/rows.jsonl``.
-        mode: ``lora``, or ``qlora``: over 4 bits, each layer recomputed.
+        folder: what `prepare` has written.
+        mode: one of `MODES`.
         steps: optimizer steps; the second half of them counts.
     """
 
@@ -54,12 +55,40 @@ class Work:
     steps: int
 
     @property
+    def rows(self) -> Path:
+        """The folder of the rows."""
+        return self.folder / folder_of(self.mode)
+
+    @property
+    def base(self) -> Path:
+        """The folder of the base."""
+        return self.folder / base_of(self.mode)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether adapters go to experts, too."""
+        return "num_experts" in self.shape.config
+
+    @property
+    def targets(self) -> list[str]:
+        """The linear layers with adapters."""
+        return [name for name in TARGETS if not self.has_experts or name[0] in "qkvo"]
+
+    @property
+    def packed(self) -> bool:
+        """Whether trainkit packs: a step has other rows then, and all train for one epoch."""
+        return self.mode in PAIRS or self.mode == "images"
+
+    @property
     def settings(self) -> dict[str, Any]:
+        workers = {"dataloader_num_workers": 8} if self.mode == "images" else {}
+        once = {"num_train_epochs": 1} if self.packed else {"max_steps": self.steps}
         return {
             "per_device_train_batch_size": self.shape.batch_size,
             "learning_rate": 1e-4,
             "lr_scheduler_type": "constant",
-            "max_steps": self.steps,
+            **once,
+            **workers,
             "logging_steps": 1,
             "save_strategy": "no",
             "seed": 1,
@@ -74,19 +103,35 @@ class Tool:
     package: str
     command: Callable[[Work, Path], list[str]]
     step: re.Pattern[str] = _STEP_OF_TRAINER
+    modes: Collection[str] = MODES
 
 
-def _trainkit(work: Work, output: Path, quantize: str | None = None) -> list[str]:
+def _trainkit(
+    work: Work, output: Path, quantize: str | None = None, *, shared: bool = False
+) -> list[str]:
     base = "nf4" if work.mode == "qlora" else quantize
-    recipe = {
-        "model": {"name_or_path": str(work.folder / "base"), "dtype": "bfloat16"},
-        "data": {"train": [str(work.folder / "rows" / "rows.jsonl")], "packing": False}
+    recipe: dict[str, Any] = {
+        "model": {"name_or_path": str(work.base), "dtype": "bfloat16"},
+        "data": {"train": [str(work.rows / "rows.jsonl")], "packing": work.packed}
         | {"max_length": work.shape.length},
-        "lora": {"r": LORA_RANK, "alpha": LORA_ALPHA, "target_modules": TARGETS, "quantize": base},
+        "lora": {
+            "r": LORA_RANK,
+            "alpha": LORA_ALPHA,
+            "target_modules": work.targets,
+            "quantize": base,
+        }
+        | ({"experts": True} if work.has_experts else {}),
         "kernels": True,
-        "global_batch_size": work.shape.batch_size,
         "training": work.settings,
     }
+    if work.mode in PAIRS:
+        recipe |= {"objective": "dpo", "preference": {"share_prompts": shared}}
+    if work.packed:  # rows that hold about as much as another tool's step has
+        a_row = work.shape.length * (2 if work.mode in PAIRS else 1)
+        rows = round(mean_tokens(work.rows, work.mode) * work.shape.batch_size / a_row)
+        recipe["training"] |= {"per_device_train_batch_size": max(1, rows)}
+    else:
+        recipe |= {"global_batch_size": work.shape.batch_size}
     path = output.with_suffix(".json")
     path.write_text(json.dumps(recipe), encoding="utf-8")
     words = ("sft", "--config", str(path), "--output-dir", str(output))
@@ -108,8 +153,8 @@ def _of_trainer(work: Work, output: Path) -> dict[str, Any]:
 
 def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
     settings = _of_trainer(work, output) | {
-        "model_name_or_path": work.folder / "base",
-        "dataset_name": work.folder / "rows",
+        "model_name_or_path": work.base,
+        "dataset_name": work.rows,
         "max_length": work.shape.length,
         "dtype": "bfloat16",
         "lora_r": LORA_RANK,
@@ -117,18 +162,19 @@ def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
         "lora_dropout": 0.0,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    words += ["--use_peft", "--lora_target_modules", *TARGETS, *more]
+    words += ["--use_peft", "--lora_target_modules", *work.targets, *more]
+    words += ["--lora_target_parameters", *_EXPERTS] if work.has_experts else []
     words += ["--load_in_4bit"] if work.mode == "qlora" else []
-    return module_command("trl.scripts.sft", *words)
+    return module_command(f"trl.scripts.{'dpo' if work.mode in PAIRS else 'sft'}", *words)
 
 
 def _unsloth(work: Work, output: Path) -> list[str]:
     about = {
-        "base": str(work.folder / "base"),
-        "rows": str(work.folder / "rows" / "rows.jsonl"),
+        "base": str(work.base),
+        "rows": str(work.rows / "rows.jsonl"),
         "max_length": work.shape.length,
         "in_4bit": work.mode == "qlora",
-        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": TARGETS},
+        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": work.targets},
         # It recomputes by itself where it is told to.
         "settings": _of_trainer(work, output) | {"gradient_checkpointing": False},
     }
@@ -138,12 +184,14 @@ def _unsloth(work: Work, output: Path) -> list[str]:
 
 TOOLS: Mapping[str, Tool] = {
     "trainkit": Tool("trainkit", _trainkit, _STEP_OF_TRAINKIT),
-    "trainkit-fp8": Tool("trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT),
+    "trainkit-fp8": Tool(
+        "trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT, ["lora"]
+    ),
+    "trainkit-shared": Tool("trainkit", partial(_trainkit, shared=True), _STEP_OF_TRAINKIT, PAIRS),
     "trl": Tool("trl", _trl),
     "trl-liger": Tool("liger_kernel", partial(_trl, more=["--use_liger_kernel"])),
-    "unsloth": Tool("unsloth", _unsloth),
+    "unsloth": Tool("unsloth", _unsloth, modes=["lora", "qlora"]),
 }
-MODES = ("lora", "qlora")
 
 
 def installed(peer_path: str) -> list[str]:
@@ -155,21 +203,6 @@ def installed(peer_path: str) -> list[str]:
 
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def prepare(folder: Path, shape: Shape, steps: int) -> None:
-    """Write the base and rows for all steps, each as long as it may be."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logging.disable_progress_bar()
-    save_base(shape, folder / "base", device)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    generator = torch.Generator().manual_seed(0)
-    size = (steps * shape.batch_size, shape.length)
-    rows = torch.randint(_FIRST_ID, _LAST_ID, size, generator=generator).tolist()
-    (folder / "rows").mkdir()
-    with (folder / "rows" / "rows.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"input_ids": row}) + "\n" for row in rows)
 
 
 def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900) -> dict[str, Any]:
@@ -194,14 +227,15 @@ def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900)
         )
         stop = threading.Timer(seconds, process.kill)
         stop.start()
-        at, losses, said = [], [], []
+        at, losses, said, steps = [], [], [], work.steps
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line)
-            if tool.step.search(line) and (loss := _LOSS.search(line)):
+            if (step := tool.step.search(line)) and (loss := _LOSS.search(line)):
                 at.append(time.perf_counter() - began)
                 losses.append(float(loss[1]))
-                if len(at) == work.steps:
+                steps = int(step.groupdict().get("steps", steps))
+                if len(at) == steps:
                     break
         process.kill()  # what it would save is not measured
         process.wait()
@@ -209,11 +243,15 @@ def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900)
     if len(at) < 4:
         return {**row, "error": "".join(said)[-2000:]}
     milliseconds = 1e3 * statistics.median(b - a for a, b in list(pairwise(at))[len(at) // 2 :])
-    tokens = work.shape.batch_size * work.shape.length
+    rows = work.steps * work.shape.batch_size / steps * 1e3 / milliseconds
+    if work.packed:
+        name = "images_per_second" if work.mode == "images" else "pairs_per_second"
+        row |= {name: rows, "steps": steps}
+    else:
+        row |= {"tokens_per_second": rows * work.shape.length}
     return {
         **row,
         "ms": milliseconds,
-        "tokens_per_second": tokens / milliseconds * 1e3,
         "first_step_seconds": at[0],
         "gpu_memory_gib": memory[0] if torch.cuda.is_available() else None,
         "loss": losses[0],

@@ -10,7 +10,7 @@ what `save_base` wrote. Every step runs under bf16 autocast with adapters in fp3
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,32 @@ def environment_of(cell: Cell, peer_path: str) -> Mapping[str, str]:
 
 def save_base(shape: Shape, folder: str | Path, device: torch.device) -> None:
     """Write a random base model and a byte-level tokenizer, for peers that load from a folder."""
+    model: Any = build(shape, device, "sdpa")
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(
+    folder: str | Path, special: Sequence[str] = (), chat_template: str | None = None
+) -> Any:
+    """Write a tokenizer whose tokens are bytes, and special ones behind them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model: Any = build(shape, device, "sdpa")
-    model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(special),
+        chat_template=chat_template,
     )
     tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def quantize(model: Any, compute_dtype: torch.dtype = torch.bfloat16) -> Any:

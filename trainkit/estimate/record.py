@@ -543,7 +543,7 @@ def _look(
     trained = [p for part in ("projector", "vision") for p in parts[part] if p.requires_grad]
     base = without_adapters(short.model).base_model
     tower = base.get_submodule(VISION[config.model_type].tower)
-    attend_in_tower(tower)
+    attend_in_tower(tower, by_bounds=False)  # bounds have no numbers here
     tracker = Tracker(short.known, in_kernels)
     tracker.has_real_places = True
     with contextlib.ExitStack() as hooks, torch.set_grad_enabled(bool(trained)), tracker:

@@ -9,6 +9,7 @@ its features: the same modules run everywhere, and their gradients are zeros.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import ModelError
-from trainkit.models.attention import NAME
+from trainkit.models.attention import NAME, OF_IMAGES
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import num_weights
@@ -29,8 +30,8 @@ from trainkit.options.vision import VISION, why_unserved
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What says where documents are in a row, and would be taken for where images are in the tower."""
 
-TOWER_ATTENTION = "sdpa"
-"""trainkit's attention keeps documents of text apart; a tower has none."""
+BOUNDS = "cu_seqlens"
+"""As transformers' towers call where images begin and end."""
 
 
 def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -132,7 +133,7 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        attend_in_tower(base.get_submodule(self.family.tower))
+        attend_in_tower(base.get_submodule(self.family.tower), by_bounds=True)
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
         base.get_image_features = functools.update_wrapper(features, self._inner)
@@ -229,11 +230,16 @@ def sees_ahead(config: Any) -> bool:
     return family is not None and bool(family.sees_ahead) and both_ways is not None
 
 
-def attend_in_tower(tower: Any) -> None:
-    """Have a tower attend by `TOWER_ATTENTION`, whatever the text model does."""
-    for module in tower.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = TOWER_ATTENTION
+def attend_in_tower(tower: nn.Module, *, by_bounds: bool) -> None:
+    """Have a tower attend by SDPA, whatever the text model does: it has no documents.
+
+    ``by_bounds`` has towers whose images are one sequence attend to all in one call. Image by image
+    cuDNN would make a plan for each new size of an image, which takes longer than attending.
+    """
+    modules: list[Any] = [module for module in tower.modules() if hasattr(module, "config")]
+    has_bounds = any(BOUNDS in inspect.signature(each.forward).parameters for each in modules)
+    for module in modules:
+        module.config._attn_implementation = OF_IMAGES if by_bounds and has_bounds else "sdpa"
 
 
 def blank_images(config: Any, num_tokens: int = 1) -> dict[str, torch.Tensor]:

@@ -78,6 +78,11 @@ class Recipe(Section):
     eval_tasks: TaskOptions | None = None
     early_stopping: EarlyStopping | None = None
     faults: FaultOptions = FaultOptions()
+    callbacks: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]] = Field(
+        default_factory=list,
+        description="Callbacks of your own, as module.Class: transformers' TrainerCallback, made "
+        "without arguments. PYTHONPATH=. finds a module in this folder.",
+    )
     optim_in_backward: bool = Field(
         False,
         description="Each weight steps as soon as its gradient is there, and lets go of it: no "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,11 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import TrainerControl, TrainerState, enable_full_determinism, set_seed
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    enable_full_determinism,
+    set_seed,
+)
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 from transformers.utils import logging as transformers_logging
 
+from trainkit.errors import RecipeError
 from trainkit.objectives.objective import BatchCounts, LossSetup, accepts_num_items, take_counts
 from trainkit.parallel.engine import Ranks
 from trainkit.train.data import Batches, EpochPlan, stream_state
@@ -94,6 +102,32 @@ class Hook:
 Kind = TypeVar("Kind", bound=Hook)
 
 
+def own_callbacks(names: Sequence[str]) -> list[type[TrainerCallback]]:
+    """The classes that a recipe's ``callbacks`` name, as ``module.Class``.
+
+    Raises:
+        RecipeError: nothing of that name can be imported, or it is no TrainerCallback.
+    """
+    found = []
+    for place, name in enumerate(names):
+        where, (module, _, last) = f"callbacks[{place}]", name.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), last)
+        except (ImportError, AttributeError) as error:
+            raise RecipeError(
+                f"{name} cannot be imported: {error}",
+                where=where,
+                fix="name a class as module.Class; `PYTHONPATH=. trainkit sft ...` finds the "
+                "modules of this folder",
+            ) from error
+        if not (isinstance(kind, type) and issubclass(kind, TrainerCallback)):
+            raise RecipeError(
+                f"{name} is no transformers.TrainerCallback", where=where, fix="derive it from that"
+            )
+        found.append(kind)
+    return found
+
+
 class LoopState:
     """What a loop trains, how far it is, and who is told.
 
@@ -151,11 +185,12 @@ class LoopState:
             args, self.ranks, self.train_data.sample_name, run.stop, run.numbers, run.console.warn
         )
         trackers = get_reporting_integration_callbacks(args.report_to)
+        own = own_callbacks(run.recipe.callbacks)
         self.callbacks = CallbackHandler(
-            [DefaultFlowCallback, *trackers], model, run.tokenizer, None, None
+            [DefaultFlowCallback, *trackers, *own], model, run.tokenizer, None, None
         )
-        for tracker in trackers if run.options.dry_run else ():
-            self.callbacks.remove_callback(tracker)  # made, to see that it can be; told nothing
+        for callback in [*trackers, *own] if run.options.dry_run else ():
+            self.callbacks.remove_callback(callback)  # made, to see that it can be; told nothing
         self.control = TrainerControl()
         self.state = self.new_state()
         self.event("on_init_end")

@@ -46,6 +46,7 @@ from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
+from trainkit.train.hooks import own_callbacks
 from trainkit.train.images import data_options, vision_of
 from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
@@ -91,6 +92,7 @@ def prepare(run: Run, ledger: Path) -> None:
         recompute=RecomputeOptions.of(recipe.recompute),
     )
     _refuse_unfit_device(recipe, layout)
+    own_callbacks(recipe.callbacks)
     trusted = recipe.model.trust_remote_code
     own = run.process.local_rank if torch.cuda.is_available() else -1
     with torch.cuda.device(own):

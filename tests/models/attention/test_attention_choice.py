@@ -3,14 +3,18 @@
 import functools
 import itertools
 
+import pictures
 import pytest
 import torch
 from attention_cases import ROW, assert_documents_are_alone, model_with, packed_batch, pattern_of
 from families.family_models import make
+from transformers import AutoModelForImageTextToText
 
 from trainkit.errors import ModelError
 from trainkit.models import attention
 from trainkit.models.attention import forward
+from trainkit.models.vision import attend_in_tower
+from trainkit.options.vision import VISION
 
 
 def on_a_gpu(monkeypatch, capability, hip=None):
@@ -135,3 +139,38 @@ def test_varlen_gets_grouped_heads_as_they_are(varlen_on_cpu, monkeypatch):
     assert seen["q"].data_ptr() == query.data_ptr()
     assert seen["k"].shape == (2 * ROW, 2, 16)
     assert seen["scale"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3"])
+def test_images_of_a_tower_are_attended_to_in_one_call(name, varlen_on_cpu, tmp_path, monkeypatch):
+    """Each to itself alone, ahead and back; where transformers gives no bounds, as it does it."""
+    calls = []
+
+    @functools.wraps(varlen_as_documented)
+    def varlen(*given, **options):
+        calls.append(options["window_size"])
+        return varlen_as_documented(*given, **options)
+
+    attention.register()
+    monkeypatch.setattr(forward, "varlen_attn", varlen)
+    directory = pictures.make_model_directory(name, tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    tower = model.base_model.get_submodule(VISION[name].tower)
+    given = {"pixel_values": torch.rand(2, 3, 16, 16)}
+    if name != "gemma3":
+        grid = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 2]])
+        pixels = torch.rand(int(grid.prod(1).sum()), 96)
+        given = {"pixel_values": pixels, "image_grid_thw": grid}
+    found = []
+    for by_bounds in (False, True):
+        attend_in_tower(tower, by_bounds=by_bounds)
+        assert bool(calls) is False
+        with torch.no_grad():
+            seen = model.base_model.get_image_features(**given).pooler_output
+        found.append(seen if isinstance(seen, torch.Tensor) else torch.cat(seen))
+    assert calls == ([(-1, -1)] * 2 if name != "gemma3" else [])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    monkeypatch.undo()  # no such kernel: image by image, to the bit what SDPA gives
+    with torch.no_grad():
+        seen = model.base_model.get_image_features(**given).pooler_output
+    assert torch.equal(found[0], seen if isinstance(seen, torch.Tensor) else torch.cat(seen))

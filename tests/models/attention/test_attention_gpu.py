@@ -1,14 +1,17 @@
 """Packed attention on a GPU: every engine keeps documents apart, and no layer waits."""
 
+import pictures
 import pytest
 import torch
 from attention_cases import PACKS, documents, packed_batch
 from families.family_models import make
+from transformers import AutoModelForImageTextToText
 
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
-from trainkit.models.attention import choice
+from trainkit.models.attention import choice, forward
 from trainkit.models.leak_test import leak_test
+from trainkit.models.vision import attend_in_tower
 from trainkit.patching import patch
 
 pytestmark = pytest.mark.gpu
@@ -116,3 +119,25 @@ def test_gradients_of_packed_rows():
     for low, high in zip(*grads, strict=True):
         # bf16 weights, activations and gradients through two layers.
         assert (low - high).norm() <= 0.08 * high.norm()
+
+
+def test_a_tower_attends_to_all_images_in_one_call(tmp_path, monkeypatch):
+    """Every image attends to itself alone, ahead and back, as SDPA does image by image."""
+    directory = pictures.make_model_directory("qwen3_vl", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16).cuda()
+    tower, found = model.model.visual, []
+    grid = torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 2]])
+    pixels = torch.randn(int(grid.prod(1).sum()), 96, generator=torch.Generator().manual_seed(0))
+    calls, varlen = [], forward.varlen_attn
+    monkeypatch.setattr(forward, "varlen_attn", lambda *a, **k: calls.append(1) or varlen(*a, **k))
+    attention.register()
+    for by_bounds in (False, True):
+        attend_in_tower(tower, by_bounds=by_bounds)
+        given = pixels.to("cuda", torch.bfloat16).requires_grad_()
+        seen = tower(given, grid_thw=grid.cuda()).pooler_output
+        seen.float().square().sum().backward()
+        found.append((seen.detach().float(), given.grad.float()))
+    assert len(calls) == model.config.vision_config.depth
+    for plain, ours in zip(*found, strict=True):
+        # Each of two layers rounds to 8 bits in another order.
+        assert (ours - plain).norm() <= 4 * 2**-8 * plain.norm()

@@ -199,11 +199,16 @@ def command(
     tools: Annotated[
         str,
         typer.Option(
-            help="Of trainkit, trainkit-fp8, trl, trl-liger, unsloth.",
+            help="Of trainkit, trainkit-fp8, trainkit-shared, trl, trl-liger, unsloth.",
             show_default="those installed",
         ),
     ] = "",
-    modes: Annotated[str, typer.Option(help="Of lora, qlora (recomputed).")] = "lora",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of lora, qlora (recomputed), dpo, dpo_ultrafeedback, dpo_helpsteer, images."
+        ),
+    ] = "lora",
     steps: Annotated[int, typer.Option(help="Optimizer steps.", min=4)] = 20,
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a row.", min=16)] = 2048,
@@ -218,20 +223,21 @@ def command(
 
     from trainkit.bench import command as bench
     from trainkit.bench.cells import Records
-    from trainkit.bench.providers import MODELS
+    from trainkit.bench.providers import MODELS as SHAPES
+    from trainkit.bench.rows import MODES, prepare
 
-    (name,) = _names(model, MODELS, "--model")
+    (name,) = _names(model, SHAPES, "--model")
     chosen = _names(tools or ",".join(bench.installed(peer_path)), bench.TOOLS, "--tools")
-    wanted = _names(modes, bench.MODES, "--modes")
-    shape = replace(MODELS[name], batch_size=batch, length=length)
+    wanted = _names(modes, MODES, "--modes")
+    shape = replace(SHAPES[name], batch_size=batch, length=length)
     records = Records("command", output)
     with tempfile.TemporaryDirectory() as folder:
-        bench.prepare(Path(folder), shape, steps)
+        prepare(Path(folder), shape, steps, wanted)
         for mode in wanted:
             work = bench.Work(Path(folder), shape, mode, steps)
             for tool in chosen:
-                if mode == "qlora" and tool == "trainkit-fp8":
-                    continue  # a base has one of the two formats
+                if mode not in bench.TOOLS[tool].modes:
+                    continue
                 row = bench.measure(tool, work, peer_path=peer_path)
                 _show_records(records.of(f"{name} {mode}", row), row, as_json=as_json)
 
@@ -261,6 +267,8 @@ def _names(text: str, known: Iterable[str], option: str) -> list[str]:
 _SHOWN = (
     "ms",
     "tokens_per_second",
+    "pairs_per_second",
+    "images_per_second",
     "mfu",
     "first_step_seconds",
     "gpu_memory_gib",

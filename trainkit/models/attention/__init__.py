@@ -6,6 +6,7 @@
 
 from trainkit.models.attention.choice import (
     NAME,
+    OF_IMAGES,
     Attention,
     Engine,
     attention_heads,
@@ -16,6 +17,7 @@ from trainkit.models.attention.choice import (
 
 __all__ = [
     "NAME",
+    "OF_IMAGES",
     "Attention",
     "Engine",
     "attention_heads",

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from trainkit.errors import TrainkitError
 from trainkit.models.attention.forward import (
+    attend_within_images,
     attention_forward,
     flash_obstacle,
     flex_obstacle,
@@ -42,6 +43,9 @@ from trainkit.parallel.rows import row_split
 NAME = "trainkit"
 """The name under which transformers knows this attention."""
 
+OF_IMAGES = "trainkit_flash_of_images"
+"""Of a tower's. transformers gives bounds to what has "flash" in its name, and to nothing else."""
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -56,6 +60,7 @@ class Attention:
 def register() -> None:
     """Make ``attn_implementation="trainkit"`` known to transformers; a second call is harmless."""
     AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(OF_IMAGES, attend_within_images)
     AttentionMaskInterface.register(NAME, make_mask)
 
 

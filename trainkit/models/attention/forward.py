@@ -259,7 +259,8 @@ def _varlen(
     """Causal flash attention within each document; (B, heads, S, D) in, (B, S, heads, D) out."""
     batch_size, _, length, head_size = query.shape
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    options = _varlen_options(pattern.window, scaling, query.shape[1] != key.shape[1])
+    window = (-1 if pattern.window is None else pattern.window - 1, 0)
+    options = _varlen_options(window, scaling, query.shape[1] != key.shape[1])
     bounds, longest = pattern.bounds, pattern.longest
     key_bounds, most = bounds, longest
     if pattern.documents is not None and pattern.documents.keys is not None:
@@ -271,15 +272,19 @@ def _varlen(
 
 
 @functools.cache
-def _varlen_options(window: int | None, scaling: float | None, grouped: bool) -> dict[str, Any]:
-    """Keywords of `varlen_attn` for causal attention; their names differ between releases."""
+def _varlen_options(
+    window: tuple[int, int], scaling: float | None, grouped: bool
+) -> dict[str, Any]:
+    """Keywords of `varlen_attn`; their names differ between releases.
+
+    ``window``: how far back and ahead a token sees besides itself; -1 is without an end.
+    """
     names = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in names:
-        # How far back a token sees besides itself: a window counts the token as well.
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
+        options["window_size"] = window
+    elif window[0] == -1:
+        options["is_causal"] = window[1] == 0
     else:
         raise ModelError(
             f"torch {torch.__version__} has no varlen attention with a sliding window",
@@ -288,6 +293,48 @@ def _varlen_options(window: int | None, scaling: float | None, grouped: bool) ->
     if "enable_gqa" in names:
         options["enable_gqa"] = grouped
     return options
+
+
+def attend_within_images(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention hook of towers that say where images begin, in both directions.
+
+    Args:
+        module: the attention layer.
+        query: (1, heads, S, D): the patches of all images.
+        key: likewise.
+        value: likewise.
+        attention_mask: there is none.
+        cu_seq_lens_q: (images + 1,), where images begin, and the end of the last.
+        max_length_q: patches of the largest.
+        scaling: of the scores; D ** -0.5 when None.
+        dropout: of the attention probabilities.
+
+    Returns:
+        (1, S, heads, D), and no weights.
+    """
+    states, dtype = (query, key, value), compute_dtype(query)
+    if not dropout and flash_obstacle(query.device, dtype, query.shape[-1]) is None:
+        flat = [each[0].transpose(0, 1).to(dtype) for each in states]
+        bounds, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
+        options = _varlen_options((-1, -1), scaling, False)
+        return varlen_attn(*flat, bounds, bounds, longest, longest, **options)[None], None
+    sizes = cu_seq_lens_q.diff().tolist()
+    images = zip(*(each.split(sizes, dim=2) for each in states), strict=True)
+    settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": False}
+    outputs = [sdpa_attention_forward(module, *image, None, **settings)[0] for image in images]
+    return torch.cat(outputs, dim=1), None
 
 
 BLOCK = 1024
