@@ -22,7 +22,8 @@ _LISTED = ("images", "image")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
 _TEXTS = ("instruction", "input", "output", "system")
 _PARTS = ("image", "image_url", "input_image")
-_SOURCES = ("image_url", "image", "path", "url", "base64", "bytes")
+_SOURCES = ("image_url", "image", "path", "url", "base64", "bytes", "source")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
 
 @dataclass
@@ -96,6 +97,9 @@ def _part(part: Any, found: Found, number: int) -> Any:
         texts = [key for key in ("text", "value") if isinstance(part.get(key), str)]
         return {**part, **{key: _text(part[key], found) for key in texts}}
     brought = {key: part[key] for key in _SOURCES if part.get(key) not in (None, "")}
+    if sized := next((key for key in _SIZES if part.get(key) is not None), None):
+        what = f"turn {number}: {sized}: the model's image processor decides the size; remove it"
+        raise RowError("image_size", what)
     found.slots.append(_source(brought, f"turn {number}") if brought else None)
     switches = {key: value for key, value in part.items() if fields.is_switch(str(key))}
     return {"type": "text", "text": IMAGE, **switches}
@@ -112,11 +116,19 @@ def _text(text: str, found: Found) -> str:
 def _source(value: Any, place: str) -> Source:
     """One image: a path, a URI, base64 text, bytes; or an object with one of them."""
     if isinstance(value, Mapping):
-        key = next((key for key in ("bytes", *_SOURCES) if value.get(key)), None)
+        keys = [key for key in ("bytes", *_SOURCES, "data") if value.get(key)]
+        if (
+            len({"bytes" if key == "path" else key for key in keys}) > 1
+        ):  # those two belong together
+            what = f"{place}: an image has {' and '.join(dict.fromkeys(keys))}: remove one of them"
+            raise RowError("image_count", what)
+        key = keys[0] if keys else None
         if key is not None and isinstance(value[key], Mapping):
             return _source(value[key], place)
         text = None if key is None else value[key]
-        value = f"data:;base64,{text}" if key == "base64" and isinstance(text, str) else text
+        value = (
+            f"data:;base64,{text}" if key in ("base64", "data") and isinstance(text, str) else text
+        )
     if isinstance(value, str | bytes) and value:
         return value
     raise RowError(

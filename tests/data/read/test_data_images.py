@@ -182,6 +182,9 @@ WAYS = {
     "openai, plain": ask([part("image_url", image_url="a.png"), TEXT]),
     "axolotl path": ask([part("image", path="a.png"), TEXT]),
     "axolotl base64": ask([part("image", base64=URI.partition(",")[2]), TEXT]),
+    "anthropic base64": ask(
+        [part("image", source={"type": "base64", "data": URI.partition(",")[2]}), TEXT]
+    ),
     "qwen": ask([{"image": "a.png"}, TEXT]),
     "data uri": ask([part("image_url", image_url={"url": URI}), TEXT]),
     "trl": ask([part("image"), TEXT], images=["a.png"]),
@@ -212,7 +215,7 @@ def test_every_way_to_say_it_is_the_same_sample(folder, qwen):
     assert len(data) == len(WAYS)
     for way, index in zip(WAYS, range(len(data)), strict=True):
         sample = data[index]
-        size = (48, 64) if way in ("axolotl base64", "data uri") else (20, 30)
+        size = (48, 64) if way.endswith((" base64", "uri")) else (20, 30)
         (image,) = sample["images"]
         assert probe(image.read(), "", OPTIONS).height == size[0], way
         marker = "<|vision_start|>" + "<|image_pad|>" * image.num_tokens + "<|vision_end|>"
@@ -262,6 +265,9 @@ REFUSED = {
     "image_count": ask("<image> <image>", images=["a.png"]),
     "image_count ": ask("<image>"),
     "image_count  ": ask([part("image")], images=["a.png", "b.jpg"]),
+    "image_count   ": ask([part("image", image="a.png", path="b.jpg"), TEXT]),
+    "image_count    ": ask([part("image", bytes="a", url="b.jpg"), TEXT]),
+    "image_size": ask([part("image", path="a.png", resized_height=28), TEXT]),
     "image_missing": ask([part("image", path="no.png"), TEXT]),
     "image_empty": ask([part("image", path="empty.png"), TEXT]),
     "image_none": ask([part("image", path="page.png"), TEXT]),
