@@ -133,6 +133,19 @@ def test_check_reads_rows_again_only_for_the_length_of_those_cut(write, model, c
     assert limits == [2048, 2048, data_commands.NO_LIMIT]
 
 
+def test_files_in_a_recipes_place_are_read_as_its_objective_says(write, model, capsys, tmp_path):
+    recipe = f"objective: dpo\nmodel: {{name_or_path: {model}}}\ndata: {{train: [other.jsonl]}}\n"
+    (tmp_path / "r.yaml").write_text(recipe + "lora: {r: 2}\n")
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    words = ("--config", tmp_path / "r.yaml", "--data", write([pair]), "--json")
+    code, said = run(capsys, "data", "preview", *words)
+    assert (code, len(said.out.splitlines())) == (0, 2)
+    code, said = run(capsys, "data", "preview", *words[:3], write([pair, pair, {"text": "t"}]))
+    assert "preferences.md" not in said.err
+    code, said = run(capsys, "data", "preview", *words[:3], write([{"text": "t"}]))
+    assert "docs/guides/preferences.md" in said.err
+
+
 def test_check_fails_data_that_cannot_be_prepared(write, model, capsys):
     code, said = run(capsys, "data", "check", "--data", write([{"x": 1}]), "--model", model)
     assert code == 2

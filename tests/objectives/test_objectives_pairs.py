@@ -165,6 +165,19 @@ def test_what_the_user_says_within_an_answer_is_not_scored():
         assert [turn.train for turn in one.messages] == [False, None, False, None]
 
 
+@pytest.mark.parametrize("format", ["rated", "prompt_completion"])
+def test_a_prompt_that_a_completion_repeats_is_there_once(format):
+    row = {"prompt": ASKED, "completion": [*ASKED, BETTER]}
+    row |= {"label": True} if format == "rated" else {}
+    parsed = read_row(row, format)
+    (one,) = parsed.conversations if format == "rated" else (parsed,)
+    assert [turn.role for turn in one.messages] == ["user", "assistant"]
+    with pytest.raises(RowError, match="not the row's prompt"):
+        read_row({**row, "completion": MORE}, format)
+    system = {"role": "system", "content": "Be brief."}
+    assert read_row({**row, "prompt": [system]}, format)  # no question yet
+
+
 def test_texts_stay_texts():
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     wanted = (TextRow("4", prompt="2+2="), TextRow("5", prompt="2+2="))
@@ -176,10 +189,14 @@ def test_texts_stay_texts():
     [
         ({"rejected": [BETTER]}, "same_answers"),
         ({"prompt": "Other?", "chosen": [*ASKED, BETTER]}, "prompt_differs"),
+        (
+            {"prompt": None, "chosen": [*ASKED, BETTER], "rejected": [MORE[0], WORSE]},
+            "prompt_differs",
+        ),
         ({"prompt": None, "chosen": "Yes.", "rejected": "No."}, "no_prompt"),
         ({"rejected": None}, "wrong_type"),
     ],
-    ids=["same", "another prompt", "no prompt", "one answer"],
+    ids=["same", "another prompt", "two prompts", "no prompt", "one answer"],
 )
 def test_rows_that_cannot_be_compared_are_refused(change, reason):
     with pytest.raises(RowError) as caught:

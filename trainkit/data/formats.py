@@ -322,6 +322,7 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
     prompts = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
     count = len(prompts) + 1
     answers = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
+    answers = _without(prompts, answers, is_text=False)
     before = [replace(message, is_prompt=True) for message in with_system(row, prompts)]
     return Conversation((*before, *answers), tools=parse_tools(row))
 
@@ -371,6 +372,9 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
         while shared < min(map(len, answers)) and answers[0][shared] == answers[1][shared]:
             shared += 1
         question, answers = answers[0][:shared], [turns[shared:] for turns in answers]
+        if any(turns and turns[0].role != "assistant" for turns in answers):
+            what = "'chosen' and 'rejected' have other turns before their first answers that differ"
+            raise RowError("prompt_differs", what)
     else:
         answers = [_without(question, turns, isinstance(prompt, str)) for turns in answers]
     if answers[0] == answers[1]:
@@ -403,6 +407,9 @@ def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
         if _question(row) is None:
             raise RowError("no_prompt", f"{key!r} is a text, and the row has no prompt")
         return [Message("assistant", value)]
+    if not isinstance(value, str | list):
+        what = f"{key!r} is {fields.kind(value)}; an answer is a text, a turn or a list of turns"
+        raise RowError("wrong_type", what)
     return [parse_turn(item, n) for n, item in enumerate(fields.items(row, key), 1)]
 
 
@@ -412,7 +419,7 @@ def _without(prompt: list[Message], turns: list[Message], is_text: bool) -> list
     start = next((n for n, turn in enumerate(first) if turn[0] != "system"), 0) if is_text else 0
     if first[start : start + len(same)] == same:
         return turns[start + len(same) :]
-    if turns and turns[0].role != "assistant" and prompt and prompt[-1].role != "assistant":
+    if turns and turns[0].role != "assistant" and prompt and prompt[-1].role in ("user", "tool"):
         raise RowError(
             "prompt_differs",
             "an answer begins with a turn of "

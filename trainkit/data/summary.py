@@ -19,6 +19,7 @@ from trainkit.data.images import REPAIRS
 from trainkit.data.options import DataOptions
 from trainkit.data.store import LEFT_OUT, Entry, tokenizer_digest
 from trainkit.errors import DataError
+from trainkit.options.training import OBJECTIVE_FORMATS
 
 MIN_SHARE = 0.01
 """A new stop token ends more than this share of the trained turns."""
@@ -153,6 +154,8 @@ def check_files(part: Part, entries: Sequence[Entry], model: str) -> None:
             examples = "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in few)
             if set(row["reasons"]) == {"too_long"}:
                 fix = "raise data.max_length, or choose another data.truncation"
+            elif part.source.format in OBJECTIVE_FORMATS.values():
+                fix = "correct the rows, or take them out: docs/guides/preferences.md has the forms"
             elif set(row["reasons"]) == {"unknown_format"}:
                 fix = _unknown_columns(file, model)
             else:

@@ -255,21 +255,20 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
                 trust_remote_code=trusted or recipe.model.trust_remote_code
             )
             only = only_format(recipe.objective, recipe.distill)
-            sources = sources_of(recipe.objective, only, recipe.data.with_format(recipe.data.train))
+            own = [Source(path=path) for path in data] or recipe.data.train
+            sources = sources_of(recipe.objective, only, recipe.data.with_format(own))
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
         elif data and named:
             if overrides:
                 raise RecipeError("overrides need a recipe", fix="give it with --config")
-            source, sources = named, ()
+            source, sources = named, tuple(Source(path=path) for path in data)
             options = DataOptions(cache_dir=scratch)
         else:
             raise RecipeError(
                 "there is nothing to look at",
                 fix="give a recipe (--config FILE), or files of rows and --model MODEL",
             )
-        if data:
-            sources = tuple(Source(path=path) for path in data)
         if choice.columns is not None:
             pairs = [pair.partition("=") for pair in choice.columns.split(",")]
             if not all(ours and theirs for ours, _, theirs in pairs):
