@@ -9,6 +9,7 @@ import pytest
 
 from trainkit.cli.app import main
 from trainkit.compare.statistics import paired_difference, seeds_difference, sign_test
+from trainkit.options.parallel import WORDS
 from trainkit.run.directory import RunDirectory
 
 
@@ -91,10 +92,7 @@ def test_seeds_that_agree_on_a_difference(tmp_path, capsys):
     [
         ("objective: dpo", "objective: dpo\npreference: {beta: 0.1, loss: sigmoid}"),
         ("objective: distill\ndistill: null", "objective: distill\ndistill: {temperature: 1.0}"),
-        (
-            "recompute: full",
-            "recompute: {every: 1, selective: false, offload: auto, budget_gib: null}",
-        ),
+        ("recompute: full", f"recompute: {json.dumps(WORDS['full'].model_dump())}"),
         ("model: {fp8: true}", "model: {fp8: {}}"),
         ("data: {streaming: true}", "data: {streaming: 4096}"),
         ("kernels: true", "kernels: {rope: true}"),

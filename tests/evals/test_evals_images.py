@@ -157,8 +157,8 @@ def test_what_cannot_be_scored_is_named(benchmarks, tmp_path, capsys, words, whe
 def test_no_row_behind_the_limit_is_read(benchmarks, tmp_path):
     first = (benchmarks / "parts.jsonl").read_text().split("\n")[0]
     (benchmarks / "few.jsonl").write_text(f"{first}\n{{")
-    words = ("--tasks", str(benchmarks / "few.jsonl"), "--limit", "1", *LENGTH)
-    assert main(["eval", str(benchmarks), *words, "-o", str(tmp_path / "out")]) == 0
+    words = ("--tasks", str(benchmarks / "few.jsonl"), "-o", str(tmp_path / "out"), *LENGTH)
+    assert main(["eval", str(benchmarks), *words, "--limit", "1"]) == 0
 
 
 @ONE

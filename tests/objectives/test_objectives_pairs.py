@@ -167,15 +167,13 @@ def test_what_the_user_says_within_an_answer_is_not_scored():
 
 @pytest.mark.parametrize("format", ["rated", "prompt_completion"])
 def test_a_prompt_that_a_completion_repeats_is_there_once(format):
-    row = {"prompt": ASKED, "completion": [*ASKED, BETTER]}
-    row |= {"label": True} if format == "rated" else {}
+    row = {"prompt": ASKED, "completion": [*ASKED, BETTER], "label": True}
     parsed = read_row(row, format)
-    (one,) = parsed.conversations if format == "rated" else (parsed,)
+    one = parsed.conversations[0] if format == "rated" else parsed
     assert [turn.role for turn in one.messages] == ["user", "assistant"]
     with pytest.raises(RowError, match="not the row's prompt"):
         read_row({**row, "completion": MORE}, format)
-    system = {"role": "system", "content": "Be brief."}
-    assert read_row({**row, "prompt": [system]}, format)  # no question yet
+    assert read_row({**row, "prompt": [{"role": "system", "content": "."}]}, format)
 
 
 def test_texts_stay_texts():
@@ -189,14 +187,10 @@ def test_texts_stay_texts():
     [
         ({"rejected": [BETTER]}, "same_answers"),
         ({"prompt": "Other?", "chosen": [*ASKED, BETTER]}, "prompt_differs"),
-        (
-            {"prompt": None, "chosen": [*ASKED, BETTER], "rejected": [MORE[0], WORSE]},
-            "prompt_differs",
-        ),
+        ({"prompt": None, "rejected": MORE}, "prompt_differs"),
         ({"prompt": None, "chosen": "Yes.", "rejected": "No."}, "no_prompt"),
         ({"rejected": None}, "wrong_type"),
     ],
-    ids=["same", "another prompt", "two prompts", "no prompt", "one answer"],
 )
 def test_rows_that_cannot_be_compared_are_refused(change, reason):
     with pytest.raises(RowError) as caught:

@@ -21,13 +21,11 @@ training: {learning_rate: 1e-3, per_device_train_batch_size: 2, max_steps: 4, lo
   save_steps: 2, save_total_limit: 9, eval_strategy: steps, eval_steps: 2,
   gradient_checkpointing: true, load_best_model_at_end: true}
 """
+OWN_HEAD = ("model.name_or_path=own_head", "kernels=false")
 KINDS = {
     "full": [],
     "lora": ["lora.r=4"],
-    "nf4": [
-        *("model.name_or_path=own_head", "kernels=false"),
-        *("lora.r=4", "lora.quantize=nf4", "lora.quantize_head=true"),
-    ],
+    "nf4": ["lora={r: 4, quantize: nf4, quantize_head: true}", *OWN_HEAD],
 }
 
 

@@ -244,18 +244,12 @@ def test_a_continued_run_is_held_to_its_plan(lab):
 
     lab.trainer("run", save_steps=4).train()
     point = find_resume_point(lab.root / "run")
-    stream = io.StringIO()
-
-    def resume(max_steps):
-        trainer = lab.trainer("run", max_steps=max_steps, given={"hooks": [KeepToThePlan()]})
-        trainer.run.console = Console(stream=stream)
+    for steps in (8, 9):
+        trainer = lab.trainer("run", max_steps=steps, given={"hooks": [KeepToThePlan()]})
+        trainer.run.console = Console(stream=(stream := io.StringIO()))
         trainer.train(resume_from_checkpoint=str(point.checkpoint))
-        return trainer.state.global_step
-
-    assert resume(8) == 8
-    assert stream.getvalue() == ""
-    assert resume(9) == 9
-    assert "planned for 8 steps and ends at 9 now" in stream.getvalue()
+        assert trainer.state.global_step == steps
+        assert ("planned for 8 steps and ends at 9 now" in stream.getvalue()) == (steps == 9)
 
 
 def test_the_final_model_of_a_continued_run_takes_the_place_of_the_old(lab):

@@ -266,7 +266,6 @@ REFUSED = {
     "image_count ": ask("<image>"),
     "image_count  ": ask([part("image")], images=["a.png", "b.jpg"]),
     "image_count   ": ask([part("image", image="a.png", path="b.jpg"), TEXT]),
-    "image_count    ": ask([part("image", bytes="a", url="b.jpg"), TEXT]),
     "image_size": ask([part("image", path="a.png", resized_height=28), TEXT]),
     "image_missing": ask([part("image", path="no.png"), TEXT]),
     "image_empty": ask([part("image", path="empty.png"), TEXT]),
