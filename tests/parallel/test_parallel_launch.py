@@ -247,6 +247,12 @@ def test_options_of_torchrun_win_over_their_variables(spelling, monkeypatch, cap
     assert Hosts.from_environment() == Hosts("2", 1, "10.0.0.9", 1234)
 
 
+@pytest.mark.parametrize("word", ["--nproc", "--num_gpus=2", "--num-processes"])
+def test_another_launchers_option_is_answered_with_ours(word, capsys):
+    assert main(["launch", "--config", "r.yaml", word, "2"]) == 2
+    assert "did you mean --nproc-per-node" in capsys.readouterr().err
+
+
 def test_lines_to_run_are_printed(monkeypatch, capsys):
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("NPROC_PER_NODE", "8")

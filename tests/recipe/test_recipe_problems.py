@@ -115,6 +115,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         # rules across keys
         ("training: {metric_for_best_model: accuracy}", "not measured", "loss/SOURCE"),
         ("training: {eval_strategy: steps}", "data.eval is empty", "data.eval"),
+        ("training: {eval_steps: 5}", "data.eval is empty", "data.eval"),
         ("training: {load_best_model_at_end: true}", "data.eval is empty", "data.eval"),
     ],
 )

@@ -125,10 +125,8 @@ def _source(value: Any, place: str) -> Source:
         key = keys[0] if keys else None
         if key is not None and isinstance(value[key], Mapping):
             return _source(value[key], place)
-        text = None if key is None else value[key]
-        value = (
-            f"data:;base64,{text}" if key in ("base64", "data") and isinstance(text, str) else text
-        )
+        is_base64 = key in ("base64", "data") and isinstance(value[key], str)
+        value = None if key is None else f"data:;base64,{value[key]}" if is_base64 else value[key]
     if isinstance(value, str | bytes) and value:
         return value
     raise RowError(

@@ -34,7 +34,7 @@ from trainkit.data.images import (
 from trainkit.data.messages import Conversation, RowError
 from trainkit.errors import DataError, ModelError
 from trainkit.options import ImageOptions
-from trainkit.options.vision import VISION, VisionFamily
+from trainkit.options.vision import VISION, VisionFamily, tile_tokens
 
 # -- the processors, by their kind -----------------------------------------------------------------
 
@@ -62,7 +62,9 @@ def _tiles(vision: Vision, height: int, width: int) -> Expansion:
     ]
     parts.append("\n" if rows else "")
     whole = f"{''.join(parts)}{around}<global-img>{text}{around}"
-    return Expansion(whole, (vision.per_tile,) * (rows * columns + 1), (1, rows, columns))
+    return Expansion(
+        whole, (tile_tokens(vision.config),) * (rows * columns + 1), (1, rows, columns)
+    )
 
 
 def _tiling(images: Any, height: int, width: int) -> tuple[int, int]:
@@ -122,7 +124,9 @@ def _pooled(vision: Vision, height: int, width: int) -> Expansion:
 def _crops(vision: Vision, height: int, width: int) -> Expansion:
     tiles = vision.images.get_number_of_image_patches(height, width, dict(_CUTS["crops"]))
     begin, end = vision.tokenizer.start_image_token, vision.tokenizer.end_image_token
-    return Expansion(f"{begin}{vision.marker}{end}", (vision.per_tile * tiles,), (1, 1, tiles))
+    return Expansion(
+        f"{begin}{vision.marker}{end}", (tile_tokens(vision.config) * tiles,), (1, 1, tiles)
+    )
 
 
 _EXPAND: Mapping[str, Callable[[Vision, int, int], Expansion]] = {
@@ -133,6 +137,7 @@ _EXPAND: Mapping[str, Callable[[Vision, int, int], Expansion]] = {
     "pooled": _pooled,
     "fixed": _fixed,
 }
+_KINDS = {"fixed": "token_type_ids"} | dict.fromkeys(("patches", "pooled"), "mm_token_type_ids")
 _CUTS: Mapping[str, Mapping[str, Any]] = {
     "tiles": {"return_row_col_info": True},
     "crops": {"crop_to_patches": True},
@@ -183,8 +188,7 @@ class Vision:
     @functools.cached_property
     def marker(self) -> str:
         """What the chat template prints for an image."""
-        is_fixed = self.family.processor == "fixed"
-        index = self.config.boi_token_index if is_fixed else self.token_id
+        index = getattr(self.config, self.family.marker) if self.family.marker else self.token_id
         token: str = self.tokenizer.convert_ids_to_tokens(index)
         if token is None or token not in self.tokenizer.get_added_vocab():
             raise ModelError(
@@ -211,15 +215,6 @@ class Vision:
         """The same as texts, which messages may not hold as such."""
         known = self.tokenizer.convert_ids_to_tokens(self.frame.tolist())
         return frozenset(str(each) for each in known if each is not None)
-
-    @property
-    def per_tile(self) -> int:
-        """Placeholders of a tile (Idefics 3, InternVL)."""
-        vision = self.config.vision_config
-        if self.family.processor == "crops":
-            (tall, wide), (patch, _) = vision.image_size, vision.patch_size
-            return int(tall // patch * (wide // patch) * self.config.downsample_ratio**2)
-        return int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
 
     @property
     def side(self) -> int:
@@ -418,9 +413,7 @@ class Vision:
     @property
     def kinds(self) -> str | None:
         """What says, for each token, whether it stands for an image, where a model generates."""
-        if self.family.processor == "fixed":
-            return "token_type_ids"
-        return "mm_token_type_ids" if self.family.processor in ("patches", "pooled") else None
+        return _KINDS.get(self.family.processor)
 
     def positions(self, ids: np.ndarray, images: Sequence[Image]) -> np.ndarray:
         """(4, S) of one sample: the place of each token, then its time, row and column.

@@ -25,7 +25,7 @@ from trainkit.models.attention import NAME, OF_IMAGES
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import num_weights
-from trainkit.options.vision import VISION, why_unserved
+from trainkit.options.vision import VISION, tile_tokens, why_unserved
 
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What says where documents are in a row, and would be taken for where images are in the tower."""
@@ -273,13 +273,9 @@ def blank_images(config: Any, num_tokens: int = 1) -> dict[str, torch.Tensor]:
             "pixel_values": torch.zeros(count, 3, *size),
             "image_sizes": torch.tensor([size] * count),
         }
-    tall, wide = (vision.image_size,) * 2 if kind != "crops" else vision.image_size
-    if kind == "fixed":
-        each = config.mm_tokens_per_image
-    elif kind == "crops":
-        each = (tall // patch[0]) * (wide // patch[1]) * config.downsample_ratio**2
-    else:
-        each = (tall // patch) ** 2 / config.scale_factor**2
+    side = vision.image_size
+    tall, wide = side if isinstance(side, list | tuple) else (side, side)
+    each = config.mm_tokens_per_image if kind == "fixed" else tile_tokens(config)
     pixels = torch.zeros(max(int(num_tokens // each), 1), 3, tall, wide)
     return {"pixel_values": pixels[:, None] + 1 if kind == "tiles" else pixels}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class VisionFamily:
             well.
         frame: keys of the configuration, or the tokenizer, with tokens that stand around images,
             never trained.
+        marker: key of the token that a chat template prints for an image, where it is not the one
+            that is repeated.
     """
 
     processor: Literal["patches", "tiles", "crops", "rows", "pooled", "fixed"]
@@ -28,6 +30,7 @@ class VisionFamily:
     positions: Literal["mrope", "flat"] = "flat"
     sees_ahead: tuple[str, ...] = ()
     frame: tuple[str, ...] = ()
+    marker: str = ""
 
 
 _QWEN_FRAME = ("vision_start_token_id", "vision_end_token_id", "video_token_id")
@@ -56,6 +59,7 @@ VISION: Mapping[str, VisionFamily] = {
         ("multi_modal_projector",),
         sees_ahead=("full_attention", "sliding_attention"),
         frame=("boi_token_index", "eoi_token_index"),
+        marker="boi_token_index",
     ),
     "gemma4": VisionFamily(
         "pooled",
@@ -72,6 +76,17 @@ VISION: Mapping[str, VisionFamily] = {
     ),
 }
 """By ``model_type``."""
+
+
+def tile_tokens(config: Any) -> int:
+    """Placeholders of a tile: its patches, as many as the projector makes one of taken as one."""
+    vision = config.vision_config
+    sizes = (vision.image_size, vision.patch_size)
+    sides, patch = (each if isinstance(each, list | tuple) else (each, each) for each in sizes)
+    ratio = getattr(config, "downsample_ratio", None)
+    joined = config.scale_factor if ratio is None else 1 / ratio
+    return int(sides[0] // patch[0] * (sides[1] // patch[1]) / joined**2)
+
 
 UNSERVED: Mapping[str, str] = {
     "qwen3_vl_moe": "its experts were never proved with the positions of images",

@@ -472,8 +472,8 @@ def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
         fix = "; ".join(each for each in fixes if each)
         yield key, f"{key}: {metric!r} is not measured in training", fix
     if every is None and not recipe.data.eval:
-        for name in ("eval_strategy", "load_best_model_at_end"):
-            if training.get(name, "no") not in ("no", False):
+        for name in ("eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end"):
+            if training.get(name) not in (None, "no", False):
                 yield (
                     f"training.{name}",
                     f"training.{name} needs evaluation data, and data.eval is empty",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ Form = Annotated[
 
 
 def launch(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="SFT ARGUMENTS", help="What follows `trainkit sft`."),
@@ -66,6 +68,12 @@ def launch(
     --master-addr (host 0), or NNODES, NODE_RANK and MASTER_ADDR in the environment; or `srun
     --ntasks-per-node=1`, which says all that.
     """
+    own = [name for each in context.command.params for name in each.opts]
+    for name in (word.partition("=")[0] for word in words or () if word.startswith("--")):
+        near = [each for each in own if each.startswith(name)]
+        if name not in near and (near or re.fullmatch("--(num.)?(gpus|processes)", name)):
+            near.append("--nproc-per-node")
+            raise typer.BadParameter(f"there is no {name}; did you mean {near[0]}?")
     given = {
         "NPROC_PER_NODE": nproc_per_node,
         "NNODES": nnodes,
