@@ -13,16 +13,9 @@ from trainkit.errors import DataError, RecipeError, TrainkitError
 from trainkit.version import __version__
 
 HEAVY = {
-    "pydantic",
-    "yaml",
-    "torch",
-    "triton",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "peft",
+    "pydantic", "yaml", "torch", "triton", "transformers", "datasets", "deepspeed", "peft",
     "matplotlib",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

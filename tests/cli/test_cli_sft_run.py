@@ -14,21 +14,10 @@ from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
 from trainkit.errors import CheckpointError
 
 RUN_FILES = {
-    "README.md",
-    "command.sh",
-    "data.json",
-    "environment.json",
-    "kernels.json",
-    "log_history.json",
-    "metrics.jsonl",
-    "recipe.yaml",
-    "report.html",
-    "resolved.yaml",
-    "status.json",
-    "final",
-    "logs",
+    "README.md", "command.sh", "data.json", "environment.json", "kernels.json", "log_history.json",
+    "metrics.jsonl", "recipe.yaml", "report.html", "resolved.yaml", "status.json", "final", "logs",
     "plots",
-}
+}  # fmt: skip
 RECIPE = """\
 model: {{name_or_path: "{model}", dtype: float32}}
 data: {{train: ["{data}"], eval: ["{data}"], max_length: 256, max_dropped: 10%,

@@ -92,15 +92,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     assert code == 0, err
     assert "continuing from" in err
     same = (
-        "step",
-        "epoch",
-        "loss",
-        "loss/chat",
-        "num_tokens",
-        "num_rows",
-        "num_dropped",
-        "num_passes",
-    )
+        "step", "epoch", "loss", "loss/chat", "num_tokens", "num_rows", "num_dropped", "num_passes",
+    )  # fmt: skip
     assert [[row.get(key) for key in same] for row in rows_of(parts)] == [
         [row.get(key) for key in same] for row in rows_of(whole)
     ]

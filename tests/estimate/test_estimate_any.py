@@ -167,14 +167,10 @@ def test_an_answer_holds_together(said, seed):
 
 def test_beside_a_budget_a_suggestion_has_the_peak_that_the_budget_then_gives(said):
     words = [
-        "lora.r=512",
-        "recompute.budget_gib=20",
-        "training.per_device_train_batch_size=3",
-        "kernels=false",
-        "training.gradient_accumulation_steps=5",
-        "training.optim=adagrad",
+        "lora.r=512", "recompute.budget_gib=20", "training.per_device_train_batch_size=3",
+        "kernels=false", "training.gradient_accumulation_steps=5", "training.optim=adagrad",
         "data.packing=false",
-    ]
+    ]  # fmt: skip
     model, place = NAMED["llama-3.2-3b"], ["--gpu", "3090", "--gpus", "1"]
     found = said(model, *words, *place)
     assert not found["fits"]

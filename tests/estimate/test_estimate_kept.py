@@ -11,16 +11,8 @@ from trainkit.estimate.record import record
 
 TOKENS = 128
 OF_TEXT = (
-    "llama",
-    "glm4",
-    "phi3",
-    "gemma3_text",
-    "olmo2",
-    "qwen3",
-    "granite",
-    "cohere2",
-    "gpt_neox",
-)
+    "llama", "glm4", "phi3", "gemma3_text", "olmo2", "qwen3", "granite", "cohere2", "gpt_neox",
+)  # fmt: skip
 
 
 def _kept(family: str, layers: int) -> tuple[int, Any]:

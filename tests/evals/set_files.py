@@ -100,18 +100,9 @@ def write_sets(directory, *, mmlu=("anatomy", "professional_law"), ceval=("law",
 
 
 PARTS = [
-    "boolq",
-    "mmlu_anatomy",
-    "mmlu_professional_law",
-    "gsm8k",
-    "humaneval",
-    "agieval_aqua_rat",
-    "agieval_lsat_ar",
-    "agieval_gaokao_physics",
-    "agieval_math",
-    "bbh_cot_fewshot_boolean_expressions",
-    "bbh_fewshot_word_sorting",
-    "ceval-valid_law",
+    "boolq", "mmlu_anatomy", "mmlu_professional_law", "gsm8k", "humaneval", "agieval_aqua_rat",
+    "agieval_lsat_ar", "agieval_gaokao_physics", "agieval_math",
+    "bbh_cot_fewshot_boolean_expressions", "bbh_fewshot_word_sorting", "ceval-valid_law",
     "ceval-valid_logic",
-]
+]  # fmt: skip
 """A task of each kind of file."""

@@ -11,41 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from trainkit.evals.model import PromptStyle
 
 WORDS = (
-    "the",
-    "of",
-    "and",
-    "We'll",
-    "it's",
-    "I'd",
-    "don't",
-    "O'Neil",
-    "1234567",
-    "3.14",
-    "x1y2",
-    "naïve",
-    "Ἀθῆναι",
-    "北京大学",
-    "e\u0301t\u0301",
-    "kata\u0303",
-    "...",
-    "---",
-    "?!",
-    "(a)",
-    "[b]",
-    "\U0001f600",
-    "iPhone",
-    "HTTPServer",
-    "a/b",
-    "user@host",
-    "<end>",
-    "\u00a0",
-    "\u2028",
-    "z",
-    "zebra",
-    "abstract",
-    "Über",
-    "ſ",
-)
+    "the", "of", "and", "We'll", "it's", "I'd", "don't", "O'Neil", "1234567", "3.14", "x1y2",
+    "naïve", "Ἀθῆναι", "北京大学", "e\u0301t\u0301", "kata\u0303", "...", "---", "?!", "(a)", "[b]",
+    "\U0001f600", "iPhone", "HTTPServer", "a/b", "user@host", "<end>", "\u00a0", "\u2028", "z",
+    "zebra", "abstract", "Über", "ſ",
+)  # fmt: skip
 BLANKS = [" "] * 12 + ["  ", "\n", " \n", "\n\n ", "\t", "\r\n", " - ", ". ", ", "]
 
 

@@ -213,24 +213,12 @@ def test_an_answer_ends_where_the_context_does(tiny_qwen2):
 
 # Texts that other programs wrote and in which a line can end in nothing but a newline.
 NO_JSON_LINES = {
-    "checkpoint/weights/contents.py",
-    "checkpoint/weights/companions.py",
-    "doctor/checks.py",
-    "cli/app.py",
-    "estimate/build.py",
-    "export/llama_cpp.py",
-    "infer/locate.py",
-    "models/attention/proof.py",
-    "models/proof/compare.py",
-    "models/proof/plan.py",
-    "recipe/document.py",
-    "run/environment.py",
-    "run/report.py",
-    "train/rehearse.py",
-    "parallel/launch.py",
-    "models/tokenizer.py",
-    "train/images.py",
-}
+    "checkpoint/weights/contents.py", "checkpoint/weights/companions.py", "doctor/checks.py",
+    "cli/app.py", "estimate/build.py", "export/llama_cpp.py", "infer/locate.py",
+    "models/attention/proof.py", "models/proof/compare.py", "models/proof/plan.py",
+    "recipe/document.py", "run/environment.py", "run/report.py", "train/rehearse.py",
+    "parallel/launch.py", "models/tokenizer.py", "train/images.py",
+}  # fmt: skip
 
 
 def test_no_file_of_json_lines_is_cut_by_splitlines():

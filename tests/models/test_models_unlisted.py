@@ -9,17 +9,9 @@ from trainkit.models.loss import LossOptions, configure, take_counts
 from trainkit.models.patch import patch_kernels
 
 TEN = [
-    "gemma3_text",
-    "smollm3",
-    "granite",
-    "cohere2",
-    "olmo2",
-    "helium",
-    "exaone4",
-    "qwen3_moe",
-    "ernie4_5",
-    "hunyuan_v1_dense",
-]
+    "gemma3_text", "smollm3", "granite", "cohere2", "olmo2", "helium", "exaone4", "qwen3_moe",
+    "ernie4_5", "hunyuan_v1_dense",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", TEN)

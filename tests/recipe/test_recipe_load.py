@@ -259,16 +259,9 @@ def test_secrets_are_left_out_wherever_they_hide(load):
 def test_only_what_was_given(load):
     keys = [row.key for row in load(FULL).values(only_given=True)]
     assert keys == [
-        "name",
-        "model.name_or_path",
-        "data.train",
-        "data.max_length",
-        "lora.r",
-        "kernels",
-        "training.learning_rate",
-        "training.hub_token",
-        "training.eval_strategy",
-    ]
+        "name", "model.name_or_path", "data.train", "data.max_length", "lora.r", "kernels",
+        "training.learning_rate", "training.hub_token", "training.eval_strategy",
+    ]  # fmt: skip
 
 
 def test_missing_files_are_told_before_anything_slow(load, tmp_path, monkeypatch):

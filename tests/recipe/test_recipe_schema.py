@@ -24,16 +24,9 @@ def test_sections_stay_small():
 
 
 TAKE_SECTIONS = (
-    "options/model.py",
-    "data",
-    "evals",
-    "lora",
-    "models",
-    "objectives",
-    "parallel",
-    "train",
+    "options/model.py", "data", "evals", "lora", "models", "objectives", "parallel", "train",
     "recipe/derived.py",
-)
+)  # fmt: skip
 """The packages that the sections of a recipe are handed to, and the module that reads another."""
 
 

@@ -98,17 +98,11 @@ ANSWERS = {**dict.fromkeys(("dpo", "orpo", "simpo", "reward"), pair), "kto": rat
 def test_shipped_recipes(project, path):
     """Each as it is, but for the model, the data and the number of steps."""
     arguments = [
-        "model.name_or_path=m",
-        "data.train=[d.jsonl]",
-        "data.eval=[d.jsonl]",
-        "data.max_length=128",
-        "data.cache_dir=cache",
-        "data.chat_template=null",
-        "generation_eval=null",
-        "training.save_strategy=steps",
-        "training.save_steps=2",
+        "model.name_or_path=m", "data.train=[d.jsonl]", "data.eval=[d.jsonl]",
+        "data.max_length=128", "data.cache_dir=cache", "data.chat_template=null",
+        "generation_eval=null", "training.save_strategy=steps", "training.save_steps=2",
         "training.per_device_train_batch_size=1",
-    ]
+    ]  # fmt: skip
     text = path.read_text(encoding="utf-8")
     if "global_batch_size" in text:
         arguments.append("global_batch_size=2")

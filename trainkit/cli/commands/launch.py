@@ -23,6 +23,16 @@ Form = Annotated[
 ]
 
 
+def _refuse_other_launchers(words: Sequence[str], context: typer.Context) -> None:
+    """Name our option for another launcher's, or the beginning of one, which sft knows nothing of."""
+    own = [name for each in context.command.params for name in each.opts]
+    for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+        near = [each for each in own if each.startswith(name)]
+        if name not in near and (near or re.fullmatch("--(num.)?(gpus|processes)", name)):
+            near.append("--nproc-per-node")
+            raise typer.BadParameter(f"there is no {name}; did you mean {near[0]}?")
+
+
 def launch(
     context: typer.Context,
     words: Annotated[
@@ -68,12 +78,7 @@ def launch(
     --master-addr (host 0), or NNODES, NODE_RANK and MASTER_ADDR in the environment; or `srun
     --ntasks-per-node=1`, which says all that.
     """
-    own = [name for each in context.command.params for name in each.opts]
-    for name in (word.partition("=")[0] for word in words or () if word.startswith("--")):
-        near = [each for each in own if each.startswith(name)]
-        if name not in near and (near or re.fullmatch("--(num.)?(gpus|processes)", name)):
-            near.append("--nproc-per-node")
-            raise typer.BadParameter(f"there is no {name}; did you mean {near[0]}?")
+    _refuse_other_launchers(words or (), context)
     given = {
         "NPROC_PER_NODE": nproc_per_node,
         "NNODES": nnodes,
