@@ -104,3 +104,11 @@ def test_a_stream_leaves_short_rows_out_and_cannot_know_copies(write, tiny_token
     assert (first[0].num_rows, first[0].num_dropped) == (20, 0)
     with pytest.raises(RecipeError, match="a stream does not keep what it has read"):
         DataSection(train=["a.jsonl"], streaming=True, deduplicate=True)
+
+
+def test_rows_for_which_a_template_is_false_are_left_out(write, ready):
+    path = write([{**row, "kind": "ab"[n % 2]} for n, row in enumerate(ROWS)], "a.jsonl")
+    columns = {"messages": "messages", "where": "{{ kind == 'a' }}"}
+    data = ready(Source(path=str(path), columns=columns), max_dropped=0)
+    assert samples(data) == samples(ready(write(ROWS[::2], "b.jsonl")))
+    assert data.summary["totals"]["left_out"] == 10

@@ -487,7 +487,8 @@ def is_template(text: str) -> bool:
 def _made(row: Mapping[str, Any], columns: Mapping[str, str], *, is_text: bool) -> dict[str, Any]:
     """A row of what `columns` names or makes, and of nothing else.
 
-    To a template a column without a value is not there. Turns and tools are made as JSON.
+    To a template a column without a value is not there. Turns and tools are made as JSON. A row for
+    which ``where`` is false or empty is left out.
     """
     given = {str(key): value for key, value in row.items() if value is not None}
     made = {ours: row.get(text) for ours, text in columns.items()}
@@ -501,6 +502,8 @@ def _made(row: Mapping[str, Any], columns: Mapping[str, str], *, is_text: bool) 
                     made[ours] = rendered if is_text else _objects(rendered)
     except RENDER_ERRORS as error:
         raise RowError("template", f"the template of `columns` fails: {error}") from error
+    if str(made.pop("where", "yes")).strip() in ("", "False", "None"):
+        raise RowError("not_wanted", "`where` of `columns` does not hold for it")
     return made
 
 

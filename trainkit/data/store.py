@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 Action = Literal["dropped", "cut", "repaired"]
 LEDGER, CHANGED = "dropped.jsonl", "changed.jsonl"
-LEFT_OUT = frozenset({"too_short", "duplicate"})
+LEFT_OUT = frozenset({"too_short", "duplicate", "not_wanted"})
 """Reasons of dropped rows that the recipe asks to leave out: nothing is wrong with them."""
 
 

@@ -80,7 +80,7 @@ class Source(Section):
         default_factory=dict,
         description="Our column name to the file's: {messages: dialog}; or a Jinja template of the "
         "row's columns, of lists as JSON: {instruction: 'Q: {{ q }}', output: a}. With one, the "
-        "row has no other columns.",
+        "row has no other columns; one for which the template `where` is false is left out.",
     )
     roles: Annotated[list[Role], Field(strict=False)] = Field(
         default_factory=list, description="Trained roles of this source; empty is data.roles."
@@ -109,6 +109,7 @@ class Source(Section):
         if self.format == "template" and not {"completion"} <= {*self.columns} <= {
             "prompt",
             "completion",
+            "where",
         }:
             raise broken_rule(
                 "columns",
