@@ -17,30 +17,14 @@ from trainkit.recipe.translate.engine import translate
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "foreign_recipes.yaml").read_text())
 RARE = yaml.safe_load((Path(__file__).parent / "rare_keys.yaml").read_text())
-DATASET_INFO = {
-    "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a"}},
-    "raw": {"file_name": "raw.jsonl", "columns": {"prompt": "body"}},
-    "pairs": {
-        "file_name": "pairs.json",
-        "formatting": "sharegpt",
-        "ranking": True,
-        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
-    },
-    "rated": {
-        "file_name": "rated.json",
-        "formatting": "sharegpt",
-        "columns": {"messages": "talk", "kto_tag": "label"},
-        "tags": {"role_tag": "role", "content_tag": "content"},
-    },
-    "hub": {"hf_hub_url": "a/b", "subset": "en"},
-}
+SCRIPTS = yaml.safe_load((Path(__file__).parent / "foreign_scripts.yaml").read_text())
 
 
 @pytest.fixture(autouse=True)
 def beside(tmp_path, monkeypatch):
     """Files that recipes name; a run starts beside them."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(SCRIPTS["info"]))
     (tmp_path / "data/mine.json").write_text('[{"q": "1", "a": "2"}, {"q": "1", "a": "2"}]')
     zero3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(zero3))
@@ -124,31 +108,7 @@ def test_pairs_and_ratings_of_the_hub_are_read_as_ms_swift_does():
 
 ALPACA = "Below.\n\n### Instruction:\n{}\n\n### Response:\n{}"
 
-SCRIPT = f"""
-open("ran", "w")
-from unsloth import FastLanguageModel
-from datasets import load_dataset
-length = 4096
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name="unsloth/m", max_seq_length=length, load_in_4bit=False)
-model = FastLanguageModel.get_peft_model(
-    model, r=8, lora_alpha=8 * 2, target_modules=["q_proj"], random_state=1,
-    use_gradient_checkpointing="unsloth")
-prompt = {ALPACA!r}
-EOS = tokenizer.eos_token
-def make(examples):
-    texts = []
-    for q, a in zip(examples["instruction"], examples["output"]):
-        texts.append(prompt.format(q, a) + EOS)
-    return {{"text": texts}}
-rows = load_dataset("json", data_files="a.jsonl", split="train")
-rows = rows.map(make, batched=True)
-trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows, packing=False,
-    args=SFTConfig(max_steps=60, learning_rate=2e-4, warmup_steps=5, seed=3407, optim="adamw_8bit"))
-trainer.train()
-model.save_pretrained("lora")
-model, tokenizer = FastLanguageModel.from_pretrained(model_name="lora", load_in_4bit=True)
-"""
+SCRIPT = SCRIPTS["script"]
 
 
 class TestScripts:
@@ -209,14 +169,7 @@ class TestScripts:
     def test_a_mixture_in_shares_and_rows_that_are_held_out(self, tmp_path):
         mixed = SCRIPT.replace(
             "rows = rows.map(make, batched=True)",
-            """more = load_dataset("hub/chats", split="train")
-texts = tokenizer.apply_chat_template(list(rows.map(turns)["conversations"]), tokenize=False)
-more = pd.Series(tokenizer.apply_chat_template(list(more["conversations"]), tokenize=False))
-more = more.sample(int(len(texts) * (0.25 / (1 - 0.25))), random_state=1)
-rows = Dataset.from_pandas(pd.DataFrame(pd.concat([pd.Series(texts), more]))).shuffle(seed=1)
-def turns(row):
-    q = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
-    return {"conversations": q}""",
+            SCRIPTS["shares"],
         )
         first, second = recipe_of(tmp_path, self.translated(tmp_path, mixed).text).data.train
         turns = '[{"role": "user", "content": {{ q | tojson }}}, {"role": "assistant", "content": '
@@ -243,17 +196,7 @@ def turns(row):
         assert recipe_of(tmp_path, self.translated(tmp_path, alone).text).data.eval == 9
 
     def test_turns_that_a_function_makes_of_columns(self, tmp_path):
-        made = """
-TOOLS = [{"name": "x"}]
-def asked(row):
-    call = {"function": {"name": row["f"], "arguments": json.loads(row["a"])}}
-    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-    question = [{"role": "user", "content": f"Q: {row['q']}"}]
-    return {"prompt": question, "completion": [turn], "tools": TOOLS}
-rows = load_dataset("hub/calls", split="train").map(asked)
-SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
-"""
-        (source,) = recipe_of(tmp_path, self.translated(tmp_path, made).text).data.train
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, SCRIPTS["calls"]).text).data.train
         assert source.format == "prompt_completion"
         row = {"q": 'a "b"', "f": "x", "a": '{"y": [1]}', "input": "not read"}
         found = parse_row(row, source.format, source.columns)
@@ -369,70 +312,13 @@ SFTTrainer(model="m", args=SFTConfig(max_steps=9), train_dataset=rows).train()
         recipe = recipe_of(tmp_path, found.text)
         assert (recipe.objective, recipe.data.train[0].format) == ("dpo", "preference")
 
-    @pytest.mark.parametrize(
-        ("old", "new", "says"),
-        [
-            ("prompt.format(q, a) + EOS", "q + EOS + a + EOS", "cannot be followed"),
-            ("prompt.format(q, a) + EOS", "q + a.strip() + EOS", "cannot be followed"),
-            (
-                "prompt.format(q, a) + EOS",
-                "tokenizer.apply_chat_template(q, tokenize=False, enable_thinking=False)",
-                "cannot be followed",
-            ),
-            ("rows.map(make, batched=True)", "rows.train_test_split(train_size=0.1)", "changes"),
-            ("random_state=1,", "random_state=1, qat_scheme='int4',", "quantisation-aware"),
-            ("rows.map(make, batched=True)", "rows.map(unknown)", "cannot be followed"),
-            ('{"text": texts}', '{"prompt": texts, "completion": texts}', "no texts or turns"),
-            ('"a.jsonl", split', '"a.jsonl", skiprows=1, split', "in a way of their own"),
-            ("rows.map(make, batched=True)", "rows.filter(good)", "chooses or changes rows"),
-            ("max_steps=60", "max_steps=steps()", "only running it would tell"),
-            ("length = 4096", "length = 4096\nlength *= 2", "only running it would tell"),
-            (
-                "length = 4096",
-                "length = 4096\nif large():\n    length = 8192",
-                "only running it would tell",
-            ),
-            ("trainer.train()", "trainer.args.max_steps = 9\ntrainer.train()", "max_steps = "),
-            ("trainer.train()", "trainer.add_callback(Mine())\ntrainer.train()", "add_callback"),
-            ("prompt = ", "tokenizer.add_tokens(['<a>'])\nprompt = ", "add_tokens"),
-            (
-                "trainer = SFTTrainer",
-                "for _ in (1, 2):\n    rows = rows.filter(good)\ntrainer = SFTTrainer",
-                "again and again",
-            ),
-            ("packing=False,", "packing=False, callbacks=[Mine()],", "callbacks"),
-            (
-                "trainer.train()",
-                "if x():\n    model = FastLanguageModel.get_peft_model(model)\ntrainer.train()",
-                "if x()",
-            ),
-            ("SFTTrainer(model", "GRPOTrainer(model", "reinforcement learning"),
-            ("FastLanguageModel", "FastVisionModel", "images"),
-            ("SFTTrainer(model", "SentenceTransformerTrainer(model", "embedding"),
-            ("trainer = SFTTrainer", "other = SFTTrainer()\ntrainer = SFTTrainer", "two trainings"),
-            ("trainer.train()", "trainer = SFTTrainer(\n", "not Python"),
-        ],
-    )
+    @pytest.mark.parametrize(("old", "new", "says"), SCRIPTS["refused"])
     def test_what_cannot_be_the_same_is_refused(self, tmp_path, old, new, says):
         with pytest.raises(RecipeError, match=says):
             self.translated(tmp_path, SCRIPT.replace(old, new))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("a.yaml", "x: 1\n", "not clear which tool"),
-        ("a.yaml", "base_model: m\ntuner_type: lora\n", "could be axolotl or swift"),
-        ("a.json", "[1, 2]", "mapping"),
-        ("a.json", "{", "not JSON"),
-        ("a.txt", "'open --x", "not a command line"),
-        ("a.txt", "hello", "neither YAML"),
-        ("a.sh", "swift sft --model a\nswift sft --model b", "2 commands that train"),
-        ("a.sh", "python my_own.py --model a", "no program that is known"),
-        ("a.sh", "trl sft --config none.yaml", "no such file"),
-        ("none.sh", None, "no such file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "says"), SCRIPTS["unread"])
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, says):
     file = tmp_path / name
     if text is not None:
