@@ -74,8 +74,8 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     assert list(way["stages"]) == stages
     assert losses[-1] < losses[0]
     dropped = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
-    # Once as a training row, once as an evaluation row, once as a held-out question.
-    assert [(row["line"], row["reason"]) for row in dropped] == [(4, "bad_json")] * 3
+    # Once as a training row, once as an evaluation row; two questions are read from above it.
+    assert [(row["line"], row["reason"]) for row in dropped] == [(4, "bad_json")] * 2
     model, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
