@@ -31,16 +31,8 @@ ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     """``logging_steps`` is 5; one rank of two learns at the next step what the other was told."""
     options = ("training.logging_steps=5", "training.per_device_train_batch_size=2")
-    said = project.sft(
-        "r.yaml",
-        "--output-dir",
-        "run",
-        *options,
-        num_ranks=1 if rank is None else 2,
-        stop_at=3,
-        number=number,
-        on_rank=rank,
-    )
+    given = {"num_ranks": 1 if rank is None else 2, "stop_at": 3, "number": number}
+    said = project.sft("r.yaml", "--output-dir", "run", *options, **given, on_rank=rank)
     assert said.code == (130 if number == signal.SIGINT else 75), said
     newest = newest_valid(project.root / "run")
     assert newest.path.name == ("checkpoint-3" if rank is None else "checkpoint-4")
@@ -116,16 +108,8 @@ def test_a_second_signal_aborts_at_once(project, number):
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     run = project.root / "run"
-    project.launch(
-        "--config",
-        "r.yaml",
-        "--output-dir",
-        "run",
-        "training.max_steps=5000",
-        kill_at=3,
-        to_launcher=True,
-        on_rank=0,
-    )
+    given = ("--config", "r.yaml", "--output-dir", "run", "training.max_steps=5000")
+    project.launch(*given, kill_at=3, to_launcher=True, on_rank=0)
     deadline = time.monotonic() + 120
     while (run / ".lock").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -78,20 +78,6 @@ def test_every_way_to_recompute_is_counted(
     assert times[-1] <= times[0] + (share + 1 / 28) * (times[3] - times[0])
 
 
-@pytest.mark.parametrize("gpus", ["1", "4"])
-@pytest.mark.parametrize("gpu", ["l40s", "h100", "a100-40g"])
-def test_every_suggestion_fits(
-    recipe: Path, capsys: pytest.CaptureFixture[str], gpu: str, gpus: str
-) -> None:
-    place = ("--gpu", gpu, "--gpus", gpus)
-    for model in ("llama-3.1-8b", "qwen2.5-32b"):
-        words = [f"model.name_or_path={model}", "training.gradient_checkpointing=true"]
-        found = _json(capsys, str(recipe), *words, *place)
-        for suggestion in found["suggestions"]:
-            again = _json(capsys, str(recipe), *words, *suggestion["settings"].split(), *place)
-            assert again["fits"], suggestion
-
-
 def test_a_directory_with_a_config_is_enough(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,12 +108,7 @@ def test_a_run_goes_on_where_it_stopped(project):
     from safetensors.torch import load_file
 
     code, _, err = sft(
-        project,
-        "--config",
-        "small.yaml",
-        "--output-dir",
-        "whole",
-        "training.save_steps=100",
+        project, "--config", "small.yaml", "--output-dir", "whole", "training.save_steps=100"
     )
     assert code == 0, err
     options = ("--config", "small.yaml", "--output-dir", "parts", "training.save_steps=100")

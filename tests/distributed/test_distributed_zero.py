@@ -2,6 +2,7 @@
 
 import pytest
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.whole.manifest import verify_directory
 
@@ -31,41 +32,13 @@ def test_two_ranks_equal_one_process(stage, one_process, tmp_path):
     assert first["grad_norms"] == pytest.approx(one_process["grad_norms"], rel=1e-4)
     assert first["num_trained_tokens"] == one_process["num_trained_tokens"]
     assert first["eval_loss"] == pytest.approx(one_process["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.sample("3", "fsdp2")
-@pytest.mark.parametrize("stage", [2, 3, "fsdp2"])
-def test_accumulation_on_two_ranks_equals_one_process(stage, one_process, tmp_path):
-    first, _ = run_ranks(CASE, root=str(tmp_path), **sharded(stage), batch=1, accumulate=4)
-    assert first["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
-    assert first["grad_norms"] == pytest.approx(one_process["grad_norms"], rel=1e-4)
-
-
-@pytest.mark.sample("3", "fsdp2")
-@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp2"])
-def test_a_resumed_run_equals_an_unbroken_one(stage, tmp_path):
-    options = {
-        "root": str(tmp_path),
-        **sharded(stage),
-        "batch": 2,
-        "dropout": 0.1,
-        "dtype": "bfloat16",
-        "save_total_limit": 9,
-    }
-    unbroken = run_ranks(CASE, **options)
-    verify_directory(next(tmp_path.glob("*/checkpoint-3")))
-    resumed = run_ranks(CASE, **options, resume="checkpoint-3")
-    assert resumed == unbroken
-
-
-def test_a_saved_zero3_checkpoint_loads_as_a_plain_model(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    run_ranks(CASE, root=str(tmp_path), stage=3, batch=4)
-    directory = tmp_path / "stage3" / "checkpoint-8"
-    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert all(parameter.numel() for parameter in model.parameters())
+    if stage == 3:
+        given = {"output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "stage3/checkpoint-8", **given
+        )
+        assert not info["missing_keys"]
+        assert all(parameter.numel() for parameter in model.parameters())
 
 
 def test_a_stop_request_to_one_rank_stops_both_at_the_same_step(tmp_path):

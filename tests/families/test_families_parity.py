@@ -31,8 +31,13 @@ from trainkit.models.proof.rewritten import Rewritten
 from trainkit.options.model import OPS
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-kinds = pytest.mark.sample("*gemma", "*glm4", "*phi3", "*qwen2_vl")
-"""Norms of 1 + weight and GeGLU; norms behind blocks and pairs in turn; packed; with images."""
+
+
+def each_kind(test):
+    """Norms of 1 + weight and GeGLU; norms behind blocks, pairs in turn; packed; with images."""
+    return pytest.mark.sample("gemma", "glm4", "phi3", "qwen2_vl")(every_family(test))
+
+
 LAYERS = 2
 
 
@@ -80,8 +85,7 @@ def test_logits_loss_and_every_gradient(name, dtype, calls):
     assert not pooled_excess_errors(list(zip(plains, [patched, *others], truths, strict=True)))
 
 
-@every_family
-@kinds
+@each_kind
 def test_norms_have_hugging_faces_bits(name):
     """A wrong ``cast`` is as near to the truth, and another function in bf16."""
     model = make(name, dtype=torch.bfloat16)
@@ -106,8 +110,7 @@ def test_norms_have_hugging_faces_bits(name):
             assert (normed != norm(total)).float().mean() <= allowed
 
 
-@every_family
-@kinds
+@each_kind
 def test_under_autocast(name):
     """fp32 weights, bf16 products: norms and additions see both dtypes at once."""
     truth = run(exact(make(name)), make_batch(name))
@@ -122,8 +125,7 @@ def test_under_autocast(name):
     assert not excess_errors(plain, patched, truth)
 
 
-@every_family
-@kinds
+@each_kind
 def test_every_op_alone(name):
     """Ops do not lean on one another: each one switched on by itself is right."""
     model = make(name)
@@ -157,8 +159,7 @@ def test_checkpointing_recomputes_every_layer_once(name, reentrant):
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-@every_family
-@kinds
+@each_kind
 def test_the_attention_function_gets_what_it_got(name, monkeypatch):
     """What sdpa ignores counts for other functions: windows, dropout, scaling."""
     seen = []
@@ -203,8 +204,7 @@ def with_lora(model):
     return adapted
 
 
-@every_family
-@kinds
+@each_kind
 def test_patch_before_and_after_peft(name):
     plain = run(with_lora(make(name)), make_batch(name))
     truth = run(exact(with_lora(make(name))), make_batch(name))
@@ -220,8 +220,7 @@ def test_patch_before_and_after_peft(name):
         assert not excess_errors(plain, run(adapted, make_batch(name)), truth)
 
 
-@every_family
-@kinds
+@each_kind
 def test_norms_trained_through_peft(name):
     """``modules_to_save`` copies norms and wraps them: the copies count, and revert finds them."""
 
@@ -247,8 +246,7 @@ def test_norms_trained_through_peft(name):
     assert all(torch.equal(again[key], plain[key]) for key in plain)
 
 
-@every_family
-@kinds
+@each_kind
 def test_revert_leaves_the_plain_model(name):
     model = make(name)
     plain = run(model, make_batch(name))
@@ -267,8 +265,7 @@ def test_revert_leaves_the_plain_model(name):
     assert all(torch.equal(again[key], plain[key]) for key in plain)
 
 
-@every_family
-@kinds
+@each_kind
 def test_generation_with_a_cache_is_unchanged(name, calls):
     model = make(name).eval()
     batch = like_model(make_batch(name), model)
@@ -297,8 +294,7 @@ def test_generation_with_a_cache_is_unchanged(name, calls):
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
 
 
-@every_family
-@kinds
+@each_kind
 def test_accumulation_is_invariant_to_how_a_batch_is_cut(name):
     """Eight ragged samples at once, and one by one: the same loss and gradients.
 

@@ -46,12 +46,6 @@ def test_a_run_is_that_of_transformers_trainer(case, tmp_path):
     assert differences(tmp_path, **CASES[case]) == []
 
 
-@pytest.mark.slow
-def test_a_hundred_steps_are_those_of_transformers_trainer(tmp_path):
-    options = {"batch": 2, "accumulate": 2, "dropout": 0.1, "lr_scheduler_type": "cosine"}
-    assert differences(tmp_path, steps=100, logging_steps=10, **options) == []
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_two_ranks_of_ddp_are_those_of_transformers_trainer(lora, tmp_path):
     options = {"batch": 2, "accumulate": 2, "steps": 12, "lora": lora, "dropout": 0.1}

@@ -20,26 +20,6 @@ def _tiny(dtype=torch.float32, **overrides):
     return make_qwen2(96, **overrides).to(dtype)
 
 
-def a_held_back_step():
-    """Whether a step with NaN gradients leaves the weights, and the next one is taken."""
-    from trainkit.train.faults.numbers import hold_back
-
-    model, _ = _placed(_tiny)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)
-    before = [p.to_local().clone() for p in model.parameters()]
-    ids = torch.arange(12).view(2, 6)
-    found = []
-    for factor, verdict in ((float("nan"), torch.ones(())), (1.0, torch.zeros(()))):
-        optimizer.zero_grad()
-        (model(input_ids=ids, labels=ids).loss * factor).backward()
-        hold_back(optimizer, verdict, lambda: None)
-        optimizer.step()
-        now = [p.to_local() for p in model.parameters()]
-        assert all(bool(each.isfinite().all()) for each in now)
-        found.append(all(torch.equal(x, y) for x, y in zip(now, before, strict=True)))
-    return found
-
-
 def what_a_bf16_model_computes_with():
     """The token count and dtypes that a loss head sees, those of the shards, and of what is saved.
 

@@ -22,11 +22,9 @@ VARIANTS = {
     "full in fp8": ["lora=null", "model.fp8=true", "kernels=true"],
     "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
     "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
-    "evaluated each epoch": [
-        "training.num_train_epochs=2",
-        "training.max_steps=-1",
-        "training.eval_on_start=true",
-    ],
+    "evaluated each epoch": (
+        ["training.num_train_epochs=2", "training.max_steps=-1", "training.eval_on_start=true"]
+    ),
     "a tied head in full": ["lora.modules_to_save=[lm_head]"],
 }
 ON_TWO_RANKS = {
@@ -37,11 +35,7 @@ ON_TWO_RANKS = {
     "fp8 base under zero3": ["lora.quantize=fp8", "deepspeed=zero3"],
     "full in fp8 under zero3": ["lora=null", "model.fp8=all", "deepspeed=zero3"],
     "zero3": ["lora=null", "deepspeed=zero3", "training.logging_steps=3"],
-    "layers frozen under zero3": [
-        "lora=null",
-        "deepspeed=zero3",
-        'model.frozen=["embed_tokens","0"]',
-    ],
+    "layers frozen under zero3": ["deepspeed=zero3", *VARIANTS["some layers frozen"]],
 }
 
 

@@ -23,10 +23,8 @@ SAYS = {
 def check(result, kind):
     assert SAYS[kind] in result["said"]
     assert "training.learning_rate=0.005" in result["said"]
-    assert result["left"] == [
-        "bad_batches",
-        "checkpoint-3",
-    ]  # the good one was not evicted by a limit of 1
+    # The good one was not evicted by a limit of 1.
+    assert result["left"] == ["bad_batches", "checkpoint-3"]
     assert result["sound"] or kind == "weights"
     if kind == "loss":
         assert "train.jsonl:" in result["said"]
