@@ -43,8 +43,8 @@ def killed_before(cwd, argv, name):
 def test_a_run_is_begun_again_wherever_its_start_was_killed(project, moment):
     command = ["sft", "--config", "r.yaml", "--output-dir", "run", "training.max_steps=2"]
     root, run = project.root, project.root / "run"
+    case = {"world_size": 1, "cwd": str(root), "argv": command, "name": moment}
     with pytest.raises(RankFailure):
-        case = {"world_size": 1, "cwd": str(root), "argv": command, "name": moment}
         run_ranks("resume.test_resume_start:killed_before", **case)
     assert run.exists() is (moment != "run")
     ways = (["--output-dir", "run", "--config", "r.yaml"], ["--resume", "run"])

@@ -62,6 +62,24 @@ def test_what_a_model_does_not_take_is_switched_off(model_type, off):
     assert settings_for(config, "lora").keys() == off
 
 
+SHARES = {"preference.share_prompts": True}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "taken"),
+    [
+        *(("qwen2", SHARES), ("gemma3_text", SHARES), ("qwen3_moe", SHARES)),
+        ("deepseek_v32", {}),  # chooses its keys by an index
+        ("gpt_neox_japanese", {}),  # has its attention written out
+        ("qwen3_next", {"data.packing": False}),
+    ],
+)
+def test_pairs_share_prompts_where_attention_can(model_type, taken):
+    config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
+    assert settings_for(config, "dpo") == taken
+    assert settings_for(config, "kto") == {k: v for k, v in taken.items() if k == "data.packing"}
+
+
 @pytest.mark.parametrize("name", ["adapter", "run", "damaged"])
 def test_no_recipe_is_written_for_a_directory_that_is_no_model(name, tmp_path, monkeypatch, capsys):
     """`new` wrote one for an adapter and for a run, which `sft` then refused."""

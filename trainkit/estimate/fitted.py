@@ -110,11 +110,12 @@ _FRUGALLY = (
 )
 """What it does that the others do not."""
 
-_UNFIT = {
+_OF_MODEL = {
     "kernels": "trainkit has none for this kind of model",
     "data.packing": "documents of one row might see each other in this kind of model",
+    "preference.share_prompts": "a prompt is computed once for both of its answers",
 }
-"""Why the model does not take what the shipped recipe has."""
+"""Why the model does not take what the shipped recipe has, or takes more."""
 
 _LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora", "fp8": "qwen2-7b-lora"}
 
@@ -177,9 +178,9 @@ def fitted_recipe(
     if kind == "fp8" and not gpu.fp8:
         raise RecipeError(f"{gpu.name} has no cores for fp8", where="--method", fix="take qlora")
     values |= {"lora.quantize": "fp8"} if kind == "fp8" else {}
-    for key in off or {}:
-        values[key] = False
-        comments[key] = _UNFIT[key]
+    for key, value in (off or {}).items():
+        values[key] = value
+        comments[key] = _OF_MODEL[key]
     text = with_values(shipped, values, comments)
     changed: tuple[str, ...] = ()
     found = _estimated(text, gpu, gpus, shape)

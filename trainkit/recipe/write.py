@@ -117,7 +117,11 @@ def with_values(
         elif values.get(key) is None:
             continue
         elif begin == end and section:
-            lines += ["", f"{section}:", _line(f"  {name}", yaml_text(values[key]), comment)]
+            lines += [
+                "",
+                f"{section}:",
+                _line(f"  {name}", yaml_text(values[key]), comment, _SHORT_COLUMN),
+            ]
         else:
             new = _line(f"{indent}{name}", yaml_text(values[key]), comment, _SHORT_COLUMN)
             at = _last_used(lines, begin, end)

@@ -16,6 +16,7 @@ from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.options.section import ask, nearest
+from trainkit.options.training import PAIRED
 from trainkit.patterns import refuse_endless
 
 
@@ -88,7 +89,7 @@ def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) ->
 
 
 def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
-    """What a new recipe switches off for a model: what ``sft`` would refuse."""
+    """What a new recipe switches off for a model, since ``sft`` would refuse it, and on."""
     off: dict[str, bool] = {}
     try:
         refuse_unfit_model(config, packing=True, kernels=False, lora=None)
@@ -105,7 +106,20 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
         # A stack over patches of the row, as blt's, and tables of positions and slopes often go by
         # the whole row: `sft` proves it on the weights, and here there are none.
         off["data.packing"] = False
+    if method in PAIRED and not off and _shares_prompts(config):
+        off["preference.share_prompts"] = True
     if method != "full":
         lora = LoraOptions(quantize={"qlora": "nf4", "fp8": "fp8"}.get(method))
         refuse_unfit_model(config, packing=False, kernels=False, lora=lora)
     return off
+
+
+def _shares_prompts(config: PreTrainedConfig) -> bool:
+    """Whether two answers may attend to one prompt: by trainkit's attention, in a model of text.
+
+    Attention that chooses its keys by an index, and what looks none up, has another one.
+    """
+    is_text = config.get_text_config() is config
+    model = skeleton_of(config)
+    exchangeable = model is not None and type(model)._can_set_attn_implementation()
+    return is_text and exchangeable and not any(key.startswith("index_") for key in vars(config))

@@ -24,7 +24,7 @@ Form = Annotated[
 
 
 def _refuse_other_launchers(words: Sequence[str], context: typer.Context) -> None:
-    """Name our option for another launcher's, or the beginning of one, which sft knows nothing of."""
+    """Name our option for another launcher's, or the beginning of one: sft knows neither."""
     own = [name for each in context.command.params for name in each.opts]
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
         near = [each for each in own if each.startswith(name)]
