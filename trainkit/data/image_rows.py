@@ -116,11 +116,11 @@ def _text(text: str, found: Found) -> str:
 def _source(value: Any, place: str) -> Source:
     """One image: a path, a URI, base64 text, bytes; or an object with one of them."""
     if isinstance(value, Mapping):
-        keys = [key for key in ("bytes", *_SOURCES, "data") if value.get(key)]
-        if (
-            len({"bytes" if key == "path" else key for key in keys}) > 1
-        ):  # those two belong together
-            what = f"{place}: an image has {' and '.join(dict.fromkeys(keys))}: remove one of them"
+        known = dict.fromkeys(("bytes", *_SOURCES, "data"))
+        keys = [key for key in known if value.get(key)]
+        others = [key for key in keys if key != "path" or "bytes" not in keys]
+        if len(others) > 1:
+            what = f"{place}: an image has {' and '.join(others)}: remove one of them"
             raise RowError("image_count", what)
         key = keys[0] if keys else None
         if key is not None and isinstance(value[key], Mapping):
