@@ -5,6 +5,7 @@ import torch
 from pictures import EVERYTHING, Family
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.models.attention import OF_IMAGES
 from trainkit.options import LoraOptions, ModelOptions
 
 TOWERS = {
@@ -22,7 +23,8 @@ def build(family, train=("text",), dtype="float32", **given):
     from lab import built
 
     source = family.source.replace(train=[*train], dtype=dtype)
-    return built(source, sees_images=True, packing=False, kernels=False, **given).model.train()
+    given = {"packing": False, "kernels": False, **given}
+    return built(source, sees_images=True, **given).model.train()
 
 
 def loss_and_gradients(model, batch):
@@ -89,6 +91,15 @@ def test_only_the_text_model_multiplies_in_fp8(family):
     names = [name for name, module in packed.named_modules() if isinstance(module, Fp8Linear)]
     assert names
     assert all("language_model" in name for name in names)
+
+
+def test_a_tower_attends_as_it_was_told_behind_all_proofs(family):
+    """Attention and kernels are proved with others, which a model's configuration passes on."""
+    model, (name, *_) = build(family, packing=True, kernels=True), TOWERS[family.model_type]
+    tower = model.base_model.get_submodule(name)
+    assert tower.config._attn_implementation == (
+        OF_IMAGES if family.model_type == "qwen2_5_vl" else "sdpa"
+    )
 
 
 def test_a_projector_that_trains_whole_next_to_adapters_has_gradients(family):

@@ -133,7 +133,7 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        attend_in_tower(base.get_submodule(self.family.tower), by_bounds=True)
+        self.attend_in_tower()
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
         base.get_image_features = functools.update_wrapper(features, self._inner)
@@ -145,6 +145,10 @@ class Sight:
         """Whether something that sees images has gradients, adapters included."""
         parts = map(self.base.get_submodule, (self.family.tower, *self.family.projector))
         return any(each.requires_grad for part in parts for each in part.parameters())
+
+    def attend_in_tower(self) -> None:
+        """Also behind whatever gives the text model another attention."""
+        attend_in_tower(self.base.get_submodule(self.family.tower), by_bounds=True)
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

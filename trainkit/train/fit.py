@@ -12,6 +12,7 @@ from transformers.trainer_utils import check_target_module_exists
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
+from trainkit.models.loading import can_set_attention
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
 from trainkit.options.parallel import RecomputeOptions
@@ -120,6 +121,5 @@ def _shares_prompts(config: PreTrainedConfig) -> bool:
     Attention that chooses its keys by an index, and what looks none up, has another one.
     """
     is_text = config.get_text_config() is config
-    model = skeleton_of(config)
-    exchangeable = model is not None and type(model)._can_set_attn_implementation()
-    return is_text and exchangeable and not any(key.startswith("index_") for key in vars(config))
+    by_index = any(key.startswith("index_") for key in vars(config))
+    return is_text and not by_index and can_set_attention(config)

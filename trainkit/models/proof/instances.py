@@ -151,9 +151,10 @@ def _as_recorded(model: nn.Module, attention: str) -> Iterator[None]:
     """Attention and experts run as they did when the calls were recorded."""
     wanted = {"_attn_implementation": attention, "_experts_implementation": "eager"}
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    # Innermost first, and so last on the way back: a model's passes its attention on to its parts'.
     with changed(
         (config, key, value)
-        for config in configs.values()
+        for config in reversed(configs.values())
         for key, value in wanted.items()
         if isinstance(config, PreTrainedConfig) and getattr(config, key, None) is not None
     ):
