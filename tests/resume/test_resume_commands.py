@@ -155,6 +155,12 @@ def test_what_cannot_be_changed_is_refused_by_name_and_touches_nothing(
     assert after == before
 
 
+def test_a_checkpoint_that_is_gone_is_refused_with_those_that_are_there(project, broken):
+    said = project.sft("--resume", "run/checkpoint-3")
+    assert "there is no such checkpoint" in said.err
+    assert "the run has checkpoint-2, checkpoint-4" in said.err
+
+
 def test_a_dry_run_refuses_what_the_continued_run_would_and_touches_nothing(project, broken):
     before = stored(broken)
     assert "lora.r: 4 -> 8" in project.sft("--resume", "run", "lora.r=8", "--dry-run").err

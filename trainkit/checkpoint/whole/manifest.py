@@ -186,7 +186,8 @@ def _verify(directory: Path, concerns: Callable[[str], bool]) -> Manifest:
             faults.append(f"{entry.path} was altered (its sha256 differs)")
     if faults:
         more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
-        raise CheckpointError("; ".join(faults[:_MAX_NAMED]) + more, where=str(directory))
+        what, fix = "; ".join(faults[:_MAX_NAMED]) + more, "put the files back, or take another"
+        raise CheckpointError(what, where=str(directory), fix=f"{fix} checkpoint of the run")
     return manifest
 
 

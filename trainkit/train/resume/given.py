@@ -70,13 +70,15 @@ def read_command(
             raise _stopped_too_early(path)
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded), resume=path)
-    if is_checkpoint and step_of(path) < 0:
+    if is_checkpoint and (step_of(path) < 0 or not path.exists()):
+        there = ", ".join(each.name for each in checkpoints_in(path.parent)) or "none"
         raise ResumeRefusedError(
             "this is not a checkpoint of the run"
             if path.exists()
             else "there is no such checkpoint",
             where=str(path),
-            fix="a retired checkpoint is taken up again by renaming it to checkpoint-N",
+            fix=f"the run has {there}; a retired one is taken up again by renaming it to "
+            "checkpoint-N",
         )
     run = RunDirectory.open(path.parent if is_checkpoint else path)
     if is_checkpoint and _went_on_from(run, step_of(path)):
