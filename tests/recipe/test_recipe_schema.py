@@ -20,7 +20,7 @@ def test_every_key_is_described():
 
 def test_sections_stay_small():
     for section, names in sections().items():
-        assert section == "training" or len(names) <= 22, section
+        assert section == "training" or len(names) <= 23, section
 
 
 TAKE_SECTIONS = (
