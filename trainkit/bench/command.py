@@ -1,8 +1,7 @@
 """LoRA as each tool trains it from its own command: ms a step, the way to the first step, memory.
 
-The same model with random weights, the same rows, the same settings, one tool after another. A tool
-is watched from outside, by the lines that it writes for each step, and by the memory that the GPU
-has given away meanwhile.
+The same random weights, rows and settings, one tool after another. A tool is watched from outside,
+by the lines that it writes for each step, and by the memory that the GPU has given away.
 """
 
 from __future__ import annotations

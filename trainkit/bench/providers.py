@@ -40,34 +40,24 @@ def _shape(name: str) -> Shape:
     return Shape(sizes.pop("model_type"), sizes, batch_size=16 if name in _SMALL else 4)
 
 
+_SIZES = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads num_experts"
+)
+
+
+def _of_experts(family: str, *sizes: int, **more: Any) -> Shape:
+    known = dict(zip(_SIZES.split(), sizes, strict=True))
+    return Shape(family, {**known, "num_experts_per_tok": 8, **more})
+
+
 _EXPERTS = {
-    "olmoe-1b-7b": Shape(
-        "olmoe",
-        {
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "qwen3-30b-a3b-12-layers": Shape(  # of 48, whose files are 61 GB
-        "qwen3_moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-        },
+    "olmoe-1b-7b": _of_experts("olmoe", 50304, 2048, 16, 16, 16, 64, intermediate_size=1024),
+    # Of 48, whose files are 61 GB.
+    "qwen3-30b-a3b-12-layers": _of_experts(
+        *("qwen3_moe", 151936, 2048, 12, 32, 4, 128),
+        moe_intermediate_size=768,
+        head_dim=128,
+        norm_topk_prob=True,
     ),
 }
 

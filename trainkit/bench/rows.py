@@ -77,12 +77,10 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _letters(number: int) -> str:
-    """So many tokens: the tokenizer's are bytes."""
     return "".join(random.choices(string.ascii_letters, k=number))
 
 
 def _pair(medians: tuple[float, float] | None, length: int) -> dict[str, str]:
-    """A prompt and two answers; an end follows an answer."""
     if medians is None:
         prompt, answers = length // 2, [length - 1 - length // 2] * 2
     else:
@@ -123,7 +121,7 @@ _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 
 
 def _save_base_that_sees(shape: Shape, folder: Path, device: torch.device) -> None:
-    """A Qwen3-VL whose text model has this shape, with its processor's files."""
+    """A Qwen3-VL with a text model of this shape, and its processor."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -160,9 +158,9 @@ def _draw(folder: Path, count: int) -> None:
         coarse = torch.randint(0, 256, (size[0] // 8, size[1] // 8, 3), generator=generator)
         image = Image.fromarray(coarse.to(torch.uint8).numpy())
         image.resize((size[1], size[0])).save(folder / f"{number}.jpg", quality=90)
-        turns = [{"role": "user", "content": _letters(30)}]
-        turns += [{"role": "assistant", "content": _letters(120)}]
-        rows.append({"file_name": f"{number}.jpg", "messages": turns})
-    _write(folder / "metadata.jsonl", rows)
-    own = [{"images": [row["file_name"]], "messages": row["messages"]} for row in rows]
-    _write(folder / "rows.jsonl", own)
+        words = {"user": _letters(30), "assistant": _letters(120)}
+        turns = [{"role": role, "content": said} for role, said in words.items()]
+        rows.append({"image": f"{number}.jpg", "messages": turns})
+    _write(folder / "rows.jsonl", rows)
+    names = [{"file_name": row["image"], "messages": row["messages"]} for row in rows]
+    _write(folder / "metadata.jsonl", names)

@@ -23,6 +23,7 @@ from PIL import Image as Pil
 from PIL import ImageOps, UnidentifiedImageError
 
 from trainkit.data.messages import RowError
+from trainkit.data.remote import SCHEMES, fetched, shown
 from trainkit.options.data import ImageOptions
 
 IMAGE = "\ufdd0"
@@ -126,17 +127,24 @@ def digest_of(data: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data)) >> 1
 
 
-def find(source: str | bytes, folders: tuple[Path, ...]) -> tuple[str, bytes]:
-    """The path of an image, or an empty one where the row has its bytes; and the bytes."""
+def find(
+    source: str | bytes, folders: tuple[Path, ...], fetch: str | None = None
+) -> tuple[str, bytes]:
+    """The path of an image, or an empty one where the row has its bytes; and the bytes.
+
+    ``fetch`` is the folder for what is on the web; without it such an image is refused.
+    """
     if isinstance(source, bytes):
         return "", _not_empty(source, "an image of the row")
     if source.startswith("data:"):
         return "", _not_empty(_from_uri(source), "an image of the row")
-    if source.startswith(("http://", "https://", "s3://", "gs://", "hf://")):
+    if fetch is not None and source.startswith(SCHEMES):
+        source = str(fetched(source, Path(fetch).expanduser(), MAX_BYTES))
+    if source.startswith((*SCHEMES, "s3://", "gs://", "hf://")):
         raise RowError(
             "image_remote",
-            f"{source[:80]} is on a network, and training reads files: fetch it, and write its "
-            "path there",
+            f"{shown(source)} is on a network, and training reads files: data.images.fetch: FOLDER "
+            "fetches from http and https; else fetch it, and write its path there",
         )
     name = unquote(source[7:]) if source.startswith("file://") else source
     path = Path(name).expanduser()

@@ -249,7 +249,7 @@ class Vision:
         self, source: str | bytes, folders: tuple[Path, ...], options: ImageOptions
     ) -> tuple[Image, tuple[str, ...]]:
         """An image of a row, and its repairs."""
-        path, data = find(source, folders)
+        path, data = find(source, folders, options.fetch)
         name = path or "an image of the row"
         try:
             seen = probe(data, name, options)

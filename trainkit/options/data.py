@@ -216,6 +216,11 @@ class ImageOptions(Section):
         description="Where the relative paths of images start that are not next to their file of "
         "rows.",
     )
+    fetch: str | None = Field(
+        None,
+        description="A folder for images on http and https: each is fetched once, while rows are "
+        "prepared, and read from there. Null refuses them.",
+    )
     max_file_pixels: int = Field(
         100_000_000,
         ge=1,

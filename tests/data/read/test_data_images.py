@@ -4,7 +4,9 @@ import base64
 import json
 import random
 import struct
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from pictures import (
 )
 from PIL import Image as Pil
 
-from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.data import DataOptions, Ledger, Source, images, prepare, remote
 from trainkit.data.formats import read_row
 from trainkit.data.images import REPAIRS, Image, decode, digest_of, probe
 from trainkit.data.messages import RowError
@@ -642,3 +644,61 @@ def test_answers_are_found_in_published_templates(model_type, folder):
         assert names(sample) == ["a.png"] * wanted
         trained = vision.tokenizer.decode(sample["input_ids"][sample["loss_mask"] > 0])
         assert trained.replace(" ", "").replace("\n", "") == "Yes.<|im_end|>" * 2
+
+
+@pytest.fixture
+def web(monkeypatch):
+    """A server; the answers of each path in turn, the last one again and again; what came in."""
+    answers, asked = {}, []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            given = answers[self.path]
+            status, body, size = given.pop(0) if len(given) > 1 else given[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(size or len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", answers, asked
+        server.shutdown()
+
+
+def test_images_of_the_web_are_fetched_once_where_a_folder_is_named(web, folder, qwen, monkeypatch):
+    monkeypatch.setattr(images, "MAX_BYTES", 10_000)
+    site, answers, asked = web
+    answers |= {
+        "/a.png": [(503, b"", 0), (200, PNG[:9], len(PNG)), (200, PNG, 0)],  # it fails, it is cut
+        "/gone.png?key=secret": [(404, b"", 0)],
+        "/large.png": [(200, bytes(20_000), 0)],
+        "/page.png": [(200, b"<html>", 0)],
+    }
+    rows = [ask([part("image", url=site + path), TEXT]) for path in ["/a.png", *answers]]
+    assert len(prepared(folder, [*rows, ask("Alike?")], qwen)[1]) == len(rows)
+    assert asked == []
+    fetching = {"images": ImageOptions(fetch=str(folder / "web"))}
+    data, dropped = prepared(folder, (), qwen, **fetching)
+    assert [each.read() for sample in data for each in sample.get("images", ())] == [PNG, PNG]
+    reasons = ["image_remote", "image_too_large", "image_none"]
+    assert [row["reason"] for row in dropped] == reasons
+    assert "404" in dropped[0]["detail"]
+    assert "secret" not in dropped[0]["detail"]
+    assert sorted(asked) == ["/a.png"] * 3 + sorted([*answers][1:])
+    prepared(folder, (), qwen, max_length=1024, **fetching)
+    assert asked.count("/a.png") == 3  # it is there
+
+
+def test_a_server_that_is_down_stops_and_drops_nothing(web, folder, qwen):
+    site, answers, _ = web
+    answers["/a.png"] = [(500, b"", 0)]
+    rows, fetching = [ask([part("image", url=f"{site}/a.png"), TEXT])], str(folder / "web")
+    with pytest.raises(DataError, match="cannot be fetched: HTTP Error 500") as caught:
+        prepared(folder, rows, qwen, images=ImageOptions(fetch=fetching))
+    assert caught.value.where == "data.images.fetch"

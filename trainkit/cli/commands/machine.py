@@ -235,9 +235,7 @@ def command(
         prepare(Path(folder), shape, steps, wanted)
         for mode in wanted:
             work = bench.Work(Path(folder), shape, mode, steps)
-            for tool in chosen:
-                if mode not in bench.TOOLS[tool].modes:
-                    continue
+            for tool in (each for each in chosen if mode in bench.TOOLS[each].modes):
                 row = bench.measure(tool, work, peer_path=peer_path)
                 _show_records(records.of(f"{name} {mode}", row), row, as_json=as_json)
 
