@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import string
 import time
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from trainkit.data.messages import RowError
@@ -17,6 +19,7 @@ _SECONDS, _LONGEST = 30, 300
 _TRIES = 3
 _NEVER = frozenset(range(400, 500)) - {408, 425, 429}  # it is too late, too early, too often
 _BLOCK = 1 << 20
+_KEPT = string.punctuation  # the rest of a URL is written as its bytes
 
 
 def fetched(url: str, folder: Path, max_bytes: int) -> Path:
@@ -34,13 +37,14 @@ def fetched(url: str, folder: Path, max_bytes: int) -> Path:
             data = _answer(url, max_bytes)
             break
         except (OSError, ValueError, HTTPException) as error:
-            if isinstance(error, HTTPError) and error.code in _NEVER:
+            gone = isinstance(error, HTTPError) and error.code in _NEVER
+            if gone or isinstance(error, ValueError | InvalidURL):
                 raise RowError("image_remote", f"{shown(url)}: {error}") from error
             if not left:
                 raise DataError(
                     f"{shown(url)} cannot be fetched: {error}",
                     where="data.images.fetch",
-                    fix=f"start again: what was fetched stays in {folder}",
+                    fix=f"start again (what was fetched stays in {folder}), or take its row out",
                 ) from error
             time.sleep(2.0 ** (_TRIES - left) - 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,7 @@ def fetched(url: str, folder: Path, max_bytes: int) -> Path:
 
 def _answer(url: str, max_bytes: int) -> bytes:
     ends, data = time.monotonic() + _LONGEST, bytearray()
-    request = Request(url, headers={"User-Agent": "trainkit"})
+    request = Request(quote(url, safe=_KEPT), headers={"User-Agent": "trainkit"})
     with urlopen(request, timeout=_SECONDS) as answer:
         while block := answer.read1(_BLOCK):
             data += block

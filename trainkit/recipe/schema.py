@@ -472,9 +472,9 @@ def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
         fix = "; ".join(each for each in fixes if each)
         yield key, f"{key}: {metric!r} is not measured in training", fix
     if every is None and not recipe.data.eval:
-        is_off = training.get("eval_strategy") in ("no", False)
-        steps = () if is_off else ("eval_steps",)
-        for name in ("eval_strategy", *steps, "eval_on_start", "load_best_model_at_end"):
+        names = ["eval_strategy", "eval_on_start", "load_best_model_at_end"]
+        names += ["eval_steps"] if training.get("eval_strategy") not in ("no", False) else []
+        for name in names:
             if training.get(name) not in (None, "no", False):
                 yield (
                     f"training.{name}",

@@ -680,13 +680,16 @@ def test_images_of_the_web_are_fetched_once_where_a_folder_is_named(web, folder,
         "/large.png": [(200, bytes(20_000), 0)],
         "/page.png": [(200, b"<html>", 0)],
     }
-    rows = [ask([part("image", url=site + path), TEXT]) for path in ["/a.png", *answers]]
+    urls = [site + path for path in ["/a.png", *answers]]
+    answers |= {"/b%20%C3%A9.png": [(200, PNG, 0)]}
+    urls += [f"{site}/b \u00e9.png", "http://[no/a.png"]
+    rows = [ask([part("image", url=url), TEXT]) for url in urls]
     assert len(prepared(folder, [*rows, ask("Alike?")], qwen)[1]) == len(rows)
     assert asked == []
     fetching = {"images": ImageOptions(fetch=str(folder / "web"))}
     data, dropped = prepared(folder, (), qwen, **fetching)
-    assert [each.read() for sample in data for each in sample.get("images", ())] == [PNG, PNG]
-    reasons = ["image_remote", "image_too_large", "image_none"]
+    assert [each.read() for sample in data for each in sample.get("images", ())] == [PNG] * 3
+    reasons = ["image_remote", "image_too_large", "image_none", "image_remote"]
     assert [row["reason"] for row in dropped] == reasons
     assert "404" in dropped[0]["detail"]
     assert "secret" not in dropped[0]["detail"]
