@@ -148,6 +148,8 @@ ROWS = {
         "preferred_output": [BETTER],
         "non_preferred_output": [WORSE],
     },
+    "ms-swift": {"messages": [*ASKED, BETTER], "rejected_response": "No."},
+    "ms-swift whole": {"messages": [*ASKED, BETTER], "rejected_messages": [*ASKED, WORSE]},
 }
 
 
@@ -179,7 +181,10 @@ def test_a_prompt_that_a_completion_repeats_is_there_once(format):
 def test_texts_stay_texts():
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     wanted = (TextRow("4", prompt="2+2="), TextRow("5", prompt="2+2="))
-    assert read_row(row, "preference").conversations == wanted
+    assert read_row({**row, "system": " "}, "preference").conversations == wanted
+    for name in ("preference", "prompt_completion", "rated"):
+        with pytest.raises(RowError, match="'system' and a 'prompt' of plain text"):
+            read_row({**row, "system": "Be kind.", "completion": "4", "label": True}, name)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,7 @@ def test_texts_stay_texts():
         ({"prompt": None, "rejected": MORE}, "prompt_differs"),
         ({"prompt": None, "chosen": "Yes.", "rejected": "No."}, "no_prompt"),
         ({"rejected": None}, "wrong_type"),
+        ({"messages": [*ASKED, BETTER], "rejected_response": "No."}, "wrong_type"),
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(change, reason):

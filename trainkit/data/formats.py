@@ -318,6 +318,7 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise RowError("empty_completion", "'completion' is empty")
+        _refuse_system(row)
         return TextRow(completion, prompt=prompt)
     prompts = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
     count = len(prompts) + 1
@@ -325,6 +326,11 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
     answers = _without(prompts, answers, is_text=False)
     before = [replace(message, is_prompt=True) for message in with_system(row, prompts)]
     return Conversation((*before, *answers), tools=parse_tools(row))
+
+
+def _refuse_system(row: Mapping[str, Any]) -> None:
+    if str(row.get("system") or "").strip():
+        raise RowError("wrong_type", "'system' and a 'prompt' of plain text: write it as turns")
 
 
 def parse_text(row: Mapping[str, Any]) -> TextRow:
@@ -347,6 +353,7 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
     - LLaMA-Factory: ``conversations`` or ``instruction`` and ``input``, and the two answers.
     - axolotl: ``messages``, and the two answers.
     - OpenAI: ``input``, ``preferred_output``, ``non_preferred_output``.
+    - ms-swift: ``messages``, and ``rejected_response`` for its last turn or ``rejected_messages``.
     """
     if row.get("preferred_output") is not None:
         given = row.get("input")
@@ -357,12 +364,22 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
             "chosen": row["preferred_output"],
             "rejected": row.get("non_preferred_output"),
         }
+    others = [key for key in ("rejected_response", "rejected_messages") if row.get(key) is not None]
+    if others:
+        given = {key: value for key, value in row.items() if key not in ("messages", *others)}
+        if len(others) > 1 or "chosen" in given:
+            raise RowError("wrong_type", f"{' and '.join(others)}: give one, and no 'chosen'")
+        meant, other = fields.items(row, "messages"), row[others[0]]
+        if others == ["rejected_response"]:
+            other = [*meant[:-1], {"role": "assistant", "content": other}]
+        row = {**given, "chosen": meant, "rejected": other}
     prompt, sides = row.get("prompt"), [row.get(key) for key in ("chosen", "rejected")]
     if sides[0] == sides[1] and sides[0] is not None:
         raise RowError("same_answers", "'chosen' and 'rejected' are the same")
     if isinstance(prompt, str) and all(isinstance(side, str) for side in sides):
         if not all(sides) or not prompt:
             raise RowError("empty_completion", "'prompt', 'chosen' or 'rejected' is empty")
+        _refuse_system(row)
         better, worse = (TextRow(str(side), prompt=prompt) for side in sides)
         return Comparison((better, worse))
     question = _question(row)
