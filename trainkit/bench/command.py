@@ -27,7 +27,7 @@ import torch
 
 from trainkit.bench.lora import LORA_ALPHA, LORA_RANK, TARGETS
 from trainkit.bench.providers import Shape
-from trainkit.bench.rows import MODES, PAIRS, base_of, folder_of, mean_tokens
+from trainkit.bench.rows import MODES, PACKED, PAIRS, base_of, folder_of, mean_tokens
 from trainkit.processes import module_command
 
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -76,7 +76,7 @@ class Work:
     @property
     def packed(self) -> bool:
         """Whether trainkit packs: a step has other rows then, and all train for one epoch."""
-        return self.mode in PAIRS or self.mode == "images"
+        return self.mode in PACKED
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -27,8 +27,11 @@ PAIRS: Mapping[str, tuple[float, float] | None] = {
 """DPO: medians of the tokens of a prompt and of an answer, as shares of the longest row, as the
 data sets of these names have them; None: all rows are as long as they may be, half of it prompt."""
 
-MODES = ("lora", "qlora", *PAIRS, "images")
-"""Supervised; the same over 4 bits with each layer recomputed; pairs of answers; an image a row."""
+PACKED = (*PAIRS, "images")
+"""What trainkit packs, each with rows of its own: pairs of answers; an image a row."""
+
+MODES = ("lora", "qlora", *PACKED)
+"""Supervised, and the same over 4 bits with each layer recomputed; then `PACKED`."""
 
 _SPREAD = 0.6
 """Of the logarithm of a length of `PAIRS`."""
@@ -39,7 +42,7 @@ _IMAGE_TOKENS = (16, 32)
 
 def folder_of(mode: str) -> str:
     """Where the rows of a mode are."""
-    return mode if mode in PAIRS or mode == "images" else "rows"
+    return mode if mode in PACKED else "rows"
 
 
 def base_of(mode: str) -> str:

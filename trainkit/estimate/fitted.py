@@ -111,11 +111,10 @@ _FRUGALLY = (
 """What it does that the others do not."""
 
 _OF_MODEL = {
-    "kernels": "trainkit has none for this kind of model",
     "data.packing": "documents of one row might see each other in this kind of model",
     "preference.share_prompts": "a prompt is computed once for both of its answers",
 }
-"""Why the model does not take what the shipped recipe has, or takes more."""
+"""Why the model takes less than the shipped recipe has, or more."""
 
 _LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora", "fp8": "qwen2-7b-lora"}
 
@@ -140,7 +139,7 @@ def fitted_recipe(
     method: str,
     gpu: Gpu,
     gpus: int = 1,
-    off: Mapping[str, bool] | None = None,
+    of_model: Mapping[str, bool] | None = None,
 ) -> Fitted:
     """Fill a shipped recipe in, and lower what it takes until the GPU has it."""
     path = local_path(model)
@@ -178,7 +177,7 @@ def fitted_recipe(
     if kind == "fp8" and not gpu.fp8:
         raise RecipeError(f"{gpu.name} has no cores for fp8", where="--method", fix="take qlora")
     values |= {"lora.quantize": "fp8"} if kind == "fp8" else {}
-    for key, value in (off or {}).items():
+    for key, value in (of_model or {}).items():
         values[key] = value
         comments[key] = _OF_MODEL[key]
     text = with_values(shipped, values, comments)
@@ -187,7 +186,7 @@ def fitted_recipe(
     if found is not None and not found.fits:
         same = [each for each in found.suggestions if not each.changes_result]
         is_offloaded = not same or _OFFLOADED in same[0].settings
-        if method == "full" and gpus == 1 and is_offloaded and "kernels" not in (off or {}):
+        if method == "full" and gpus == 1 and is_offloaded:
             values.pop("deepspeed")
             comments.pop("global_batch_size", None)
             frugal = with_values(shipped_text(_FRUGAL), values, {**comments, **_FRUGAL_COMMENTS})

@@ -30,7 +30,7 @@ from trainkit.options.vision import VISION, tile_tokens, why_unserved
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What says where documents are in a row, and would be taken for where images are in the tower."""
 
-BOUNDS = "cu_seqlens"
+_BOUNDS = "cu_seqlens"
 """As transformers' towers call where images begin and end."""
 
 
@@ -133,7 +133,7 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        self.attend_in_tower()
+        attend_in_tower(base.get_submodule(self.family.tower), by_bounds=True)
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
         base.get_image_features = functools.update_wrapper(features, self._inner)
@@ -145,10 +145,6 @@ class Sight:
         """Whether something that sees images has gradients, adapters included."""
         parts = map(self.base.get_submodule, (self.family.tower, *self.family.projector))
         return any(each.requires_grad for part in parts for each in part.parameters())
-
-    def attend_in_tower(self) -> None:
-        """Also behind whatever gives the text model another attention."""
-        attend_in_tower(self.base.get_submodule(self.family.tower), by_bounds=True)
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -241,7 +237,7 @@ def attend_in_tower(tower: nn.Module, *, by_bounds: bool) -> None:
     cuDNN would make a plan for each new size of an image, which takes longer than attending.
     """
     modules: list[Any] = [module for module in tower.modules() if hasattr(module, "config")]
-    has_bounds = any(BOUNDS in inspect.signature(each.forward).parameters for each in modules)
+    has_bounds = any(_BOUNDS in inspect.signature(each.forward).parameters for each in modules)
     for module in modules:
         module.config._attn_implementation = OF_IMAGES if by_bounds and has_bounds else "sdpa"
 

@@ -116,17 +116,14 @@ def with_values(
                 del lines[found[0]]
         elif values.get(key) is None:
             continue
-        elif begin == end and section:
-            lines += [
-                "",
-                f"{section}:",
-                _line(f"  {name}", yaml_text(values[key]), comment, _SHORT_COLUMN),
-            ]
         else:
             new = _line(f"{indent}{name}", yaml_text(values[key]), comment, _SHORT_COLUMN)
             at = _last_used(lines, begin, end)
-            apart = [""] if not section and at and lines[at - 1][:1] == " " else []
-            lines[at:at] = [*apart, new]
+            if section:
+                before = ["", f"{section}:"] if begin == end else []
+            else:
+                before = [""] if at and lines[at - 1][:1] == " " else []
+            lines[at:at] = [*before, new]
     return "\n".join(lines) + "\n"
 
 

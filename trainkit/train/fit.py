@@ -90,12 +90,12 @@ def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) ->
 
 
 def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
-    """What a new recipe switches off for a model, since ``sft`` would refuse it, and on."""
-    off: dict[str, bool] = {}
+    """What a new recipe has on or off for a model: off is what ``sft`` would refuse."""
+    found: dict[str, bool] = {}
     try:
         refuse_unfit_model(config, packing=True, kernels=False, lora=None)
     except ModelError:
-        off["data.packing"] = False
+        found["data.packing"] = False
     text = config.get_text_config()
     towers = ("vision", "audio")
     stacks = [
@@ -106,13 +106,13 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
     if stacks or not getattr(text, "rope_parameters", None):
         # A stack over patches of the row, as blt's, and tables of positions and slopes often go by
         # the whole row: `sft` proves it on the weights, and here there are none.
-        off["data.packing"] = False
-    if method in PAIRED and not off and _shares_prompts(config):
-        off["preference.share_prompts"] = True
+        found["data.packing"] = False
+    if method in PAIRED and not found and _shares_prompts(config):
+        found["preference.share_prompts"] = True
     if method != "full":
         lora = LoraOptions(quantize={"qlora": "nf4", "fp8": "fp8"}.get(method))
         refuse_unfit_model(config, packing=False, kernels=False, lora=lora)
-    return off
+    return found
 
 
 def _shares_prompts(config: PreTrainedConfig) -> bool:

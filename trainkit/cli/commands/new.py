@@ -168,8 +168,8 @@ def _fill_in(
             f"no method {method!r}", where="--method", fix=f"one of {', '.join(METHODS)}"
         )
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
-    taken = _taken_by(model, method)
-    found = fitted_recipe(model, _sources(data, method), method, chosen, gpus, taken)
+    of_model = _settings_of(model, method)
+    found = fitted_recipe(model, _sources(data, method), method, chosen, gpus, of_model)
     target = output or Path(f"{Path(model).name.lower()}-{method}.yaml")
     write_text(found.text, target)
     expected = None if found.expected is None else round(found.expected.peak.needed_gib, 1)
@@ -193,8 +193,8 @@ def _fill_in(
     _say(target, row, as_json, gpus)
 
 
-def _taken_by(model: str, method: str) -> dict[str, bool]:
-    """What the model does not take of the shipped recipe; nothing where it is not at hand."""
+def _settings_of(model: str, method: str) -> dict[str, bool]:
+    """What the model has other than the shipped recipe; nothing where it is not at hand."""
     from trainkit.errors import ModelError
     from trainkit.estimate.shape import find_config
     from trainkit.places import local_path

@@ -228,8 +228,6 @@ def _apply(model: PreTrainedModel, attention: Attention) -> Installed | None:
     """Let the model attend so; returns the hooks, if it needs any."""
     if _exchangeable(model):
         model.set_attn_implementation(attention.name)
-        if (sight := getattr(model.base_model, "sight", None)) is not None:
-            sight.attend_in_tower()  # transformers has set the tower's, too
     return install(model, attention.engine) if attention.name == NAME else None
 
 
