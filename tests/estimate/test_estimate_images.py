@@ -9,6 +9,7 @@ import pytest
 import torch
 from pictures import EVERYTHING, KINDS, make_config, make_tokenizer
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 
 from trainkit.auto_class import auto_class
 from trainkit.estimate.job import Adapters
@@ -20,6 +21,7 @@ from trainkit.estimate.shape import from_config
 from trainkit.lora import attach
 from trainkit.models.vision import Sight, blank_images, choose_parts
 from trainkit.options import LoraOptions
+from trainkit.options.vision import VISION
 from trainkit.recipe import load_recipe
 
 LENGTH, SEEN = 960, 576
@@ -103,6 +105,17 @@ def test_a_peak_with_images_is_the_allocators(model_type, way):
 
 LEFT_OUT = ("buffers", "fragmentation")
 """Of a GPU's libraries."""
+
+
+@pytest.mark.sample("gemma4", "qwen3_vl")
+@pytest.mark.parametrize("model_type", VISION)
+def test_kernels_count_in_models_as_large_as_published_ones(model_type):
+    config = AutoConfig.for_model(model_type)
+    if model_type == "qwen2_5_vl":
+        config.vision_config.hidden_size = 1280  # by itself 3584, as no published tower has it
+    shape = from_config(json.loads(config.to_json_string(use_diff=False)), "a")
+    plan = Plan(shape, 1, 256, base="bfloat16", adapters=Adapters.of(LoraOptions(r=8)))
+    assert plan.recorded.plain is None
 
 
 def test_a_recipe_says_what_trains_and_its_rows_whether_there_are_images(tmp_path):

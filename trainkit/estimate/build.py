@@ -278,9 +278,11 @@ ATTENTIONS = (NAME, "sdpa", "eager", None)
 def built(job: Job, attention: str | None) -> Built:
     whole = split_config(job.config, job.tensor)
     config, shape = config_of(whole), shape_of(whole, "")
+    num_layers = None
     if getattr(config.get_text_config(), "num_hidden_layers", None) == shape.layers:
-        config = with_layers(config, num_needed(shape.order))
-    plan, why = _proved(config) if job.ops else (None, None)
+        num_layers = num_needed(shape.order)
+    config = with_layers(config, num_layers)
+    plan, why = _proved(whole, num_layers) if job.ops else (None, None)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet():
         model = _assembled(config, job, attention, plan)
@@ -512,7 +514,7 @@ def _narrow(text: str, factor: int) -> Any:
                 setattr(part, key, max(value // factor, 1))
             elif re.search(r"experts$", key) and value > 16:
                 setattr(part, key, 16)
-            elif key == "vocab_size" and value > 512:
+            elif key.startswith("vocab_size") and value > 512:
                 setattr(part, key, 512)
             elif key in ("pad_token_id", "bos_token_id", "eos_token_id") and value >= 512:
                 setattr(part, key, 0)
@@ -520,15 +522,15 @@ def _narrow(text: str, factor: int) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _proof(text: str, num_layers: int | None) -> tuple[Any, Any, str | None]:
-    """The plan of the widest narrow model that can be proved, and that model."""
+def _proved(text: str, num_layers: int | None) -> tuple[Any, str | None]:
+    """The widest narrow model that can be proved, and its plan; else why there is none."""
     why = None
     for factor in (16, 8, 4, 2, 1):
         try:
             config = with_layers(copy.deepcopy(_narrow(text, factor)), num_layers)
             with quiet():
                 model = empty_model(config, trust_remote_code=False)
-            if sum(p.numel() for p in model.parameters()) > _MOST_PROVED:
+            if _text_after_cutting_tower(model) > _MOST_PROVED:
                 continue
             with quiet(), by_reference(*KERNEL_DTYPES):  # no kernel is compiled for these sizes
                 plan = plan_for(model)
@@ -536,17 +538,18 @@ def _proof(text: str, num_layers: int | None) -> tuple[Any, Any, str | None]:
             why = first_line(error)
             continue
         if plan.parts or plan.loss is not None:
-            return model, plan, None
+            return (model, plan), None
         why = next(iter(plan.missing.values()), None)
-    return None, None, why or "no narrow model of its kind could be built"
+    return None, why or "no narrow model of its kind could be built"
 
 
-def _proved(config: Any) -> tuple[Any, str | None]:
-    text = config.get_text_config()
-    model, plan, why = _proof(
-        config.to_json_string(use_diff=False), getattr(text, "num_hidden_layers", None)
-    )
-    return (None if plan is None else (model, plan)), why
+def _text_after_cutting_tower(model: Any) -> int:
+    away = set(map(id, outside_text(model).values()))
+    for module in model.modules():
+        own = {*map(id, module.parameters())} if isinstance(module, nn.ModuleList) else set()
+        if own and own <= away:
+            del module[2:]  # the others are like these
+    return sum(p.numel() for p in model.parameters() if id(p) not in away)
 
 
 def _by_path(model: Any, proved: tuple[Any, Any]) -> Any:
