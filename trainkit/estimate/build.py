@@ -278,9 +278,8 @@ ATTENTIONS = (NAME, "sdpa", "eager", None)
 def built(job: Job, attention: str | None) -> Built:
     whole = split_config(job.config, job.tensor)
     config, shape = config_of(whole), shape_of(whole, "")
-    num_layers = None
-    if getattr(config.get_text_config(), "num_hidden_layers", None) == shape.layers:
-        num_layers = num_needed(shape.order)
+    is_listed = getattr(config.get_text_config(), "num_hidden_layers", None) == shape.layers
+    num_layers = num_needed(shape.order) if is_listed else None
     config = with_layers(config, num_layers)
     plan, why = _proved(whole, num_layers) if job.ops else (None, None)
     fake = FakeTensorMode(allow_non_fake_inputs=True)

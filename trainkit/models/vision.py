@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import ModelError
-from trainkit.models.attention import NAME, OF_IMAGES
+from trainkit.models.attention import NAME, OF_IMAGES, register
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import num_weights
@@ -236,6 +236,7 @@ def attend_in_tower(tower: nn.Module, *, by_bounds: bool) -> None:
     ``by_bounds`` has towers whose images are one sequence attend to all in one call. Image by image
     cuDNN would make a plan for each new size of an image, which takes longer than attending.
     """
+    register()
     modules: list[Any] = [module for module in tower.modules() if hasattr(module, "config")]
     has_bounds = any(_BOUNDS in inspect.signature(each.forward).parameters for each in modules)
     for module in modules:
