@@ -1,5 +1,6 @@
 """``new`` writes only what ``sft`` takes of a model; lists of names and sizes are held as well."""
 
+import copy
 import json
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trainkit.cli.app import main
 from trainkit.errors import ModelError, PatchError, RecipeError, TrainkitError
 from trainkit.lora import attach
+from trainkit.models.linears import LINEARS, kind_of
+from trainkit.models.packed_experts import quantize_to_nf4
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import load_recipe
@@ -188,7 +191,7 @@ def tiny(model_type):
     return tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "jamba", "falcon_mamba"])
+@pytest.mark.parametrize("model_type", ["mamba"])
 def test_a_layer_whose_weight_the_model_reads_itself_is_not_packed(model_type):
     lora = LoraOptions(quantize="nf4")
     refuse_unfit_model(tiny(model_type), packing=False, kernels=False, lora=LoraOptions())
@@ -198,10 +201,42 @@ def test_a_layer_whose_weight_the_model_reads_itself_is_not_packed(model_type):
         settings_for(tiny(model_type), "qlora")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mamba2", "bamba", "falcon_h1", "bloom", "gemma3"])
+PACKED = ["llama", "mamba2", "bamba", "falcon_h1", "bloom", "gemma3", "jamba", "falcon_mamba"]
+
+
+@pytest.mark.parametrize("model_type", PACKED)
 def test_a_weight_that_only_a_missing_kernel_or_an_unused_branch_reads_is_packed(model_type):
     lora = LoraOptions(quantize="nf4")
     refuse_unfit_model(tiny(model_type), packing=False, kernels=False, lora=lora)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_mamba"])
+def test_a_layer_that_is_read_by_itself_where_it_is_packed_gives_what_its_codes_stand_for(
+    model_type,
+):
+    """The two orders of adding dt_proj's bias differ by some roundings of fp32."""
+    torch.manual_seed(0)
+    config = tiny(model_type)
+    config.num_experts = 1  # of Jamba: layers that are no mixture
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain = copy.deepcopy(model)
+    quantize_to_nf4(model, torch.device("cpu"), torch.float32)
+    packed = {
+        name: module for name, module in model.named_modules() if kind_of(module) is LINEARS["nf4"]
+    }
+    assert any(name.endswith("dt_proj") for name in packed)
+    with torch.no_grad():
+        for name, module in packed.items():
+            weight = LINEARS["nf4"].unpacker(module)(module.weight, torch.float32)
+            plain.get_submodule(name).weight.copy_(weight)
+    ids = torch.arange(24).reshape(2, 12)
+    wanted = plain(input_ids=ids, labels=ids).loss
+    model.requires_grad_(False)
+    adapted = attach(model, LoraOptions(r=2, target_modules=["dt_proj"], experts=False))
+    found = adapted(input_ids=ids, labels=ids).loss
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    found.backward()
+    assert any(p.grad is not None and p.grad.any() for p in adapted.parameters())
 
 
 def test_an_adapter_that_would_never_act_is_refused():

@@ -66,7 +66,7 @@ def refuse_unpackable(model: PreTrainedModel, lora: LoraOptions) -> None:
             where="lora.quantize_head",
             fix="remove it",
         )
-    for name, holder in read_weights(model).items():
+    for name, holder in read_weights(model, packed=lora.quantize != "fp8").items():
         if f"{name}.weight" not in away and model.get_submodule(name) is not head:
             if name in skipped:
                 continue

@@ -21,13 +21,22 @@ _HARMLESS = frozenset({"dtype", "device", "shape", "ndim", "is_cuda", "size", "n
 
 _NOTHING = "return None"
 
+_PACKED = "_is_quantized"
+"""What transformers gives the configuration of a model whose layers it has packed."""
 
-def read_weights(model: nn.Module) -> dict[str, str]:
-    """Full name of each linear layer whose weight another module reads: that module's class."""
+
+def read_weights(model: nn.Module, *, packed: bool = False) -> dict[str, str]:
+    """Full name of each linear layer whose weight another module reads: that module's class.
+
+    Args:
+        model: as it runs, or before its layers are packed, which some classes have a branch for.
+        packed: whether they will be.
+    """
     found = {}
+    is_packed = packed or hasattr(getattr(model, "config", None), _PACKED)
     for name, module in model.named_modules():
         kind: Any = type(module)
-        for path, settings in _reads(kind):
+        for path, settings in _reads(kind, is_packed):
             full = f"{name}.{path}" if name else path
             try:
                 layer = module.get_submodule(path)
@@ -39,7 +48,7 @@ def read_weights(model: nn.Module) -> dict[str, str]:
 
 
 @functools.cache
-def _reads(kind: Any) -> frozenset[tuple[str, tuple[str, ...]]]:
+def _reads(kind: Any, is_packed: bool) -> frozenset[tuple[str, tuple[str, ...]]]:
     """``out_proj`` for each ``self.out_proj.weight`` that ``forward`` can reach; if so set."""
     found: set[tuple[str, tuple[str, ...]]] = set()
     todo, seen = ["forward"], set()
@@ -53,7 +62,7 @@ def _reads(kind: Any) -> frozenset[tuple[str, tuple[str, ...]]]:
         definition = definition_of(plain)
         if definition is not None:
             todo += names_in(plain.__code__)
-            reader = _Reader(plain)
+            reader = _Reader(plain, is_packed)
             reader.visit(definition)
             found |= reader.found
     return frozenset(found)
@@ -62,14 +71,18 @@ def _reads(kind: Any) -> frozenset[tuple[str, tuple[str, ...]]]:
 class _Reader(ast.NodeVisitor):
     """Walks one method and keeps the settings that a branch is taken with."""
 
-    def __init__(self, function: FunctionType) -> None:
-        self._function = function
+    def __init__(self, function: FunctionType, is_packed: bool) -> None:
+        self._function, self._is_packed = function, is_packed
         self._settings: tuple[str, ...] = ()
         self.found: set[tuple[str, tuple[str, ...]]] = set()
 
     def visit_If(self, node: ast.If) -> None:
         """The body under what the test asks of the module; both branches of any other test."""
         outside, test = self._settings, ast.unparse(node.test)
+        if test == f"hasattr(self.config, '{_PACKED}')":
+            for part in node.body if self._is_packed else node.orelse:
+                self.visit(part)
+            return
         words = [each.removeprefix("self.") for each in test.split(" and ") if " or " not in test]
         self._settings = (*outside, *filter(str.isidentifier, words))
         for part in node.body:

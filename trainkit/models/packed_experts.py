@@ -54,7 +54,9 @@ def quantize_to_nf4(
         lora: what else stays as it is, and whether the head does not.
     """
     import bitsandbytes as bnb
+    from transformers.quantizers.base import _assign_is_quantized
 
+    _assign_is_quantized(model)  # some classes have a branch for codes
     lora = lora or LoraOptions()
     head = None if lora.quantize_head else model.get_output_embeddings()
     stay = {*kept, *ROUTERS, *outside_linears(model), *skipped_layers(model, lora.quantize_skip)}
