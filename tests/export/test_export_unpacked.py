@@ -11,7 +11,13 @@ from ranks import RankFailure, run_ranks
 from safetensors.torch import load_file, save_file
 from test_export_files import llama_cpp
 from tiny import make_qwen2
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.models.loading import load_model
@@ -112,3 +118,96 @@ def test_biases_without_a_place_are_refused_before_the_model_is_asked(tmp_path):
         assert said.code != 0
         assert "bias" in said.err
         assert "asking" not in said.err
+
+
+AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Which of eight neighbours AutoAWQ puts at each place of a word; AutoGPTQ keeps their order."""
+
+
+def words(numbers, places):
+    """(rows, n) of 4 bits as (rows, n / 8) words, as the tools pack them."""
+    packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int32)
+    for place, which in enumerate(places):
+        packed |= numbers[:, which::8].int() << 4 * place
+    return packed
+
+
+def store_in_codes(kind, config, folder):
+    """A model's files in codes; the weights that they stand for, in float16."""
+    AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    plain = dict(stored)
+    for name in [each for each in stored if each.endswith("proj.weight")]:
+        outputs, inputs = stored.pop(name).shape
+        stem = name.removesuffix("weight")
+        if kind == "aqlm":  # two books of 256 rows of eight numbers
+            codes = torch.randint(-128, 128, (outputs, inputs // 8, 2), dtype=torch.int8)
+            books = torch.randn(2, 256, 1, 8).half() * 0.02
+            scales = torch.rand(outputs, 1, 1, 1).half() + 0.5
+            rows_of = [books[n, codes[..., n].long() % 256, 0] for n in range(2)]
+            plain[name] = ((rows_of[0] + rows_of[1]) * scales[:, 0]).reshape(outputs, inputs)
+            stored |= {stem + "codes": codes, stem + "codebooks": books, stem + "scales": scales}
+            continue
+        group = torch.arange(inputs) // 32
+        group = group[torch.randperm(inputs)] if kind == "gptq" else group
+        numbers = torch.randint(0, 16, (inputs, outputs))
+        zeros = torch.randint(1, 16, (inputs // 32, outputs))
+        scales = (torch.rand(zeros.shape) * 0.02 + 0.01).half()
+        plain[name] = ((numbers - zeros[group]) * scales[group]).T.contiguous()
+        if kind == "awq":
+            parts = {"qweight": words(numbers, AWQ_PLACES), "qzeros": words(zeros, AWQ_PLACES)}
+        else:
+            parts = {"qweight": words(numbers.T, range(8)).T, "qzeros": words(zeros - 1, range(8))}
+            parts["g_idx"] = group.int()
+        for part, tensor in {**parts, "scales": scales}.items():
+            stored[stem + part] = tensor.contiguous()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": kind, "bits": 4, "group_size": 32}
+    if kind == "aqlm":
+        sizes = {"num_codebooks": 2, "nbits_per_codebook": 8}
+        settings["quantization_config"] = {"quant_method": kind, **sizes}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return plain
+
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("config", [Qwen3Config(**SMALL), Qwen3MoeConfig(**SMALL, **EXPERTS)])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "aqlm"])
+def test_codes_are_read_as_the_weights_that_they_stand_for(kind, config, dtype, tmp_path):
+    torch.manual_seed(0)
+    plain = store_in_codes(kind, config, tmp_path / "codes")
+    model = load_model(ModelOptions(str(tmp_path / "codes"), dtype=dtype), attention=None)
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in read_config(tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == plain.keys()
+    for name, weight in plain.items():
+        assert torch.equal(found[name], weight.to(model.dtype)), name
+
+
+def test_codes_train_and_what_cannot_be_read_of_them_is_refused(tmp_path):
+    tokenizer = merging_tokenizer()
+    config = Qwen3Config(**SMALL | {"vocab_size": len(tokenizer)})
+    store_in_codes("awq", config, tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    said = trainkit(tmp_path, "sft", "r.yaml", "--output-dir", "run", "training.max_steps=2")
+    assert said.code == 0, said.err
+    assert trainkit(tmp_path, "merge", "run", "merged").code == 0
+    assert "quantization_config" not in read_config(tmp_path / "merged")
+    said = trainkit(tmp_path, "sft", "r.yaml", "lora.quantize=nf4")
+    assert "not packed again" in said.err
+    settings = json.loads((tmp_path / "base" / "config.json").read_text())
+    settings["quantization_config"]["version"] = "gemv"
+    (tmp_path / "base" / "config.json").write_text(json.dumps(settings))
+    said = trainkit(tmp_path, "sft", "r.yaml")
+    assert "layout gemv" in said.err

@@ -328,7 +328,12 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, says):
 
 
 def test_with_lossy_what_is_lost_leads(tmp_path, capsys):
-    values = {"base_model": "m", "learning_rate": 1e-5, "lisa_n_layers": 4, "gptq": True}
+    values = {
+        "base_model": "m",
+        "learning_rate": 1e-5,
+        "lisa_n_layers": 4,
+        "gptq": True,
+    }  # of all weights
     values["datasets"] = [{"path": "a/b", "type": "alpaca"}]
     file, target = written(tmp_path, values), tmp_path / "ours.yaml"
     assert main(["new", "--from", str(file), "-o", str(target)]) == 2

@@ -65,10 +65,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
 
 
 def attach(
-    model: PreTrainedModel,
-    options: LoraOptions,
-    *,
-    require_input_grads: bool = False,
+    model: PreTrainedModel, options: LoraOptions, *, require_input_grads: bool = False
 ) -> PeftModel:
     """Put fresh adapters on a model and freeze the rest.
 
@@ -127,10 +124,7 @@ def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions
 
 
 def load_adapter(
-    model: PreTrainedModel,
-    directory: str | Path,
-    *,
-    trainable: bool = False,
+    model: PreTrainedModel, directory: str | Path, *, trainable: bool = False
 ) -> PeftModel:
     path = Path(directory)
     if not (path / "adapter_config.json").is_file():

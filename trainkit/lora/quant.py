@@ -30,11 +30,7 @@ def refuse_unfit_device(quantize: str, device: torch.device) -> None:
     if packed_kind(quantize).name != "fp8":
         return
     if reason := why_no_fp8(device):
-        raise RecipeError(
-            reason,
-            where="lora.quantize",
-            fix="set lora.quantize: nf4, or remove it",
-        )
+        raise RecipeError(reason, where="lora.quantize", fix="set lora.quantize: nf4, or remove it")
 
 
 def packs_experts(source: ModelOptions, quantize: str) -> bool:

@@ -28,9 +28,7 @@ _PACKED = "_is_quantized"
 def read_weights(model: nn.Module, *, packed: bool = False) -> dict[str, str]:
     """Full name of each linear layer whose weight another module reads: that module's class.
 
-    Args:
-        model: as it runs, or before its layers are packed, which some classes have a branch for.
-        packed: whether they will be.
+    Some classes have a branch for layers that are packed, as they are or will be.
     """
     found = {}
     is_packed = packed or hasattr(getattr(model, "config", None), _PACKED)

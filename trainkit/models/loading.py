@@ -17,21 +17,22 @@ import huggingface_hub
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AqlmConfig,
+    AwqConfig,
     GgufConfig,
+    GPTQConfig,
     Mxfp4Config,
     PreTrainedConfig,
 )
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
 
 from trainkit.auto_class import auto_class, empty_model, text_alone
 from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
 from trainkit.models.linears import skipped_layers
-from trainkit.models.tokenizer import (
-    explained,
-    from_pretrained_arguments,
-    load_config,
-    new_tokens,
-)
+from trainkit.models.tokenizer import explained, from_pretrained_arguments, load_config, new_tokens
 from trainkit.models.vocabulary import grow
 from trainkit.options.model import DTYPES, LoraOptions, ModelOptions
 from trainkit.parallel.parameters import made_whole
@@ -41,8 +42,86 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
-UNPACKED_METHODS: Mapping[str, Any] = {"mxfp4": Mxfp4Config}
+UNPACKED_METHODS: Mapping[str, Callable[[], Any]] = {
+    "mxfp4": partial(Mxfp4Config, dequantize=True),
+    "awq": AwqConfig,
+    "gptq": partial(GPTQConfig, bits=4),
+    "aqlm": AqlmConfig,
+}
 """Ways of storing weights that no backward pass takes: loaded, they are plain weights."""
+
+
+class _Codes(HfQuantizer):
+    """Files of AWQ, GPTQ and AQLM, read as plain weights without their kernels."""
+
+    requires_calibration = True  # there is no packing by it
+    is_trainable = True
+
+    def __init__(self, quantization_config: Any, **more: Any) -> None:
+        super().__init__(quantization_config, **more)
+        quantization_config.dequantize = True
+        names = ["qweight", "qzeros", "scales", "g_idx"]
+        if quantization_config.quant_method == "aqlm":
+            names = ["codes", "codebooks", "scales"]
+        elif quantization_config.format not in ("gemm", "gptq", "gptq_v2"):
+            raise ModelError(
+                f"its weights are in the layout {quantization_config.format!s}; gemm of AWQ's and "
+                "gptq are read here",
+                where="model.name_or_path",
+                fix="name the model's own files",
+            )
+        self.serialized_names = {"weight": names}
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": _FromCodes}
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where the eight numbers of a word of AWQ's are in it."""
+
+
+class _FromCodes(ConversionOps):
+    """The weights that codes stand for, as the tools' own code has them: in the scales' dtype."""
+
+    def __init__(self, quantizer: _Codes) -> None:
+        self.hf_quantizer = quantizer  # whose loader then casts nothing before
+        self.settings: Any = quantizer.quantization_config
+
+    def convert(self, input_dict: dict[str, Any], **more: Any) -> dict[str, Any]:
+        dtype, made = more["model"].get_parameter(more["full_layer_name"]).dtype, {}
+        first, *rest = self.hf_quantizer.serialized_names["weight"]
+        read = self._of_books if first == "codes" else self._of_words
+        for name in (each for each in input_dict if each.endswith(first)):
+            names = [name, *(name.removesuffix(first) + part for part in rest)]
+            parts = [input_dict[each] for each in names if each in input_dict]
+            made[name] = [read(*each).to(dtype) for each in zip(*parts, strict=True)]
+        return {more["full_layer_name"]: made[first][0]} if first in made else made
+
+    def _of_books(self, codes: Tensor, books: Tensor, scales: Tensor) -> Tensor:
+        """A sum of blocks, one of each book: (out blocks, in blocks, books) codes."""
+        places = codes.long() % books.shape[1]
+        blocks: Any = sum(book[places[..., n]] for n, book in enumerate(books))
+        return (blocks * scales).transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _of_words(self, words: Tensor, zeros: Tensor, scales: Tensor, *groups: Tensor) -> Tensor:
+        """Words are (in, out / 8) of AWQ's in 4 bits, (in / 8, out) of GPTQ's."""
+        is_awq = self.settings.quant_method == "awq"
+        numbers = self._numbers(words) if is_awq else self._numbers(words.T).T
+        base = self._numbers(zeros) + (self.settings.format == "gptq")  # zeros one too small
+        each = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+        group = groups[0].long() if groups else each
+        return ((numbers - base[group]) * scales[group]).T.contiguous()
+
+    def _numbers(self, words: Tensor) -> Tensor:
+        bits = self.settings.bits
+        found = words[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1
+        return (found[..., _AWQ_ORDER] if self.settings.quant_method == "awq" else found).flatten(1)
+
+
+AUTO_QUANTIZER_MAPPING |= dict.fromkeys(("awq", "gptq", "aqlm"), _Codes)
 
 LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
 """`trainkit.parallel.engine.Engine.load_part`."""
@@ -85,6 +164,12 @@ def load_model(
     with explained(source, "model"):
         config = text_alone(load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
+        if unpacked is not None and quantization is not None:
+            raise ModelError(
+                "its files hold codes, which are read into 16 bits and not packed again",
+                where="lora.quantize",
+                fix="remove it, or name the model's own files in model.name_or_path",
+            )
         quantization = _sparing(quantization, config, source, lora or LoraOptions()) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
@@ -273,7 +358,7 @@ def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | Non
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else None
     kind = UNPACKED_METHODS.get(str(method))
-    return None if kind is None else kind(dequantize=True)
+    return None if kind is None else kind()
 
 
 def _stored_path(place: str, options: Mapping[str, Any]) -> str:

@@ -420,11 +420,7 @@ class LazyLogits:
         if all(each is Ellipsis or isinstance(each, slice) for each in keys):
             if Ellipsis in keys:
                 at = keys.index(Ellipsis)
-                keys = (
-                    *keys[:at],
-                    *[slice(None)] * (rank - len(keys) + 1),
-                    *keys[at + 1 :],
-                )
+                keys = (*keys[:at], *[slice(None)] * (rank - len(keys) + 1), *keys[at + 1 :])
             size = self.shape[-1]
             if len(keys) < rank or keys[rank - 1].indices(size) == (0, size, 1):
                 return self._with(self.hidden[keys[: rank - 1]])

@@ -62,11 +62,7 @@ class PatchReport:
     """
 
     def __init__(
-        self,
-        plan: Plan | None,
-        rows: list[PatchRow],
-        swaps: Swaps,
-        own: OwnProof | None = None,
+        self, plan: Plan | None, rows: list[PatchRow], swaps: Swaps, own: OwnProof | None = None
     ) -> None:
         self.rows = rows
         self.own = own or OwnProof()
@@ -271,9 +267,7 @@ _FOREIGN = "liger_kernel"
 
 def refuse_replaced(model: nn.Module) -> None:
     """Refuse a process in which another library has replaced the model's classes or functions."""
-    candidates: dict[str, object] = {
-        "torch.nn.functional.cross_entropy": functional.cross_entropy,
-    }
+    candidates: dict[str, object] = {"torch.nn.functional.cross_entropy": functional.cross_entropy}
     for kind in {type(module) for module in model.modules()}:
         modeling = sys.modules.get(kind.__module__)
         if not kind.__module__.startswith("transformers.models.") or modeling is None:

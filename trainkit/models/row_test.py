@@ -47,9 +47,7 @@ def refuse_unsplittable(
         reason = f"the {min(found)} rotary embedding of {kind} depends on the length of the row"
     if reason is not None:
         raise ModelError(
-            f"rows cannot be split over ranks: {reason}",
-            where="parallel.sequence",
-            fix="remove it",
+            f"rows cannot be split over ranks: {reason}", where="parallel.sequence", fix="remove it"
         )
     split.refuse_heads(text.num_attention_heads)
 

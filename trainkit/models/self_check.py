@@ -32,13 +32,7 @@ from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.linear_cross_entropy.function import CountedLoss
 from trainkit.models.attention.proof import has_experts
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
-from trainkit.models.proof.replica import (
-    CPU_VOCABULARY,
-    VOCABULARY,
-    cast,
-    known,
-    make_replica,
-)
+from trainkit.models.proof.replica import CPU_VOCABULARY, VOCABULARY, cast, known, make_replica
 from trainkit.options.model import OPS
 from trainkit.parallel.parameters import is_whole, where_it_computes
 

@@ -19,13 +19,7 @@ from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
 from trainkit.places import local_path, regular
 from trainkit.recipe.derived import Derived, derive_values
-from trainkit.recipe.document import (
-    Document,
-    KeyPath,
-    Origin,
-    Settings,
-    read_document,
-)
+from trainkit.recipe.document import Document, KeyPath, Origin, Settings, read_document
 from trainkit.recipe.keys import InvalidRecipe, Problem, validate
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.training import FIELDS

@@ -30,13 +30,7 @@ from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.starts import recorded_overrides, step_of
 from trainkit.run.status import resume_command
-from trainkit.train.faults.numbers import (
-    WEIGHTS,
-    BadBatch,
-    folder_of,
-    read_batches,
-    steps_kept,
-)
+from trainkit.train.faults.numbers import WEIGHTS, BadBatch, folder_of, read_batches, steps_kept
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.saves import numbers_of
 from trainkit.train.teacher import second_model

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerState, get_scheduler
+from transformers import TrainerState
 
 from trainkit.models.vision import ratio_by_part
 from trainkit.objectives.objective import BatchCounts, Step, take_counts, take_sample_ids
@@ -28,7 +28,7 @@ from trainkit.train.data import EpochPlan, train_loader
 from trainkit.train.faults.numbers import hold_back
 from trainkit.train.hooks import LoopState
 from trainkit.train.model import prepare_to_train
-from trainkit.train.optimizer import averages_gradients, make_optimizer
+from trainkit.train.optimizer import averages_gradients, make_optimizer, make_schedule
 from trainkit.train.prepare import settings_refused_by
 from trainkit.train.saves import load_random_state, load_schedule
 
@@ -193,13 +193,7 @@ class Loop(LoopState):
         )
         self.optimizer = engine.optimizer
         with settings_refused_by("the schedule", "training.lr_scheduler_type"):
-            self.scheduler = get_scheduler(
-                args.lr_scheduler_type,
-                optimizer=self.optimizer,
-                num_warmup_steps=args.get_warmup_steps(max_steps),
-                num_training_steps=max_steps,
-                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-            )
+            self.scheduler = make_schedule(args, self.optimizer, max_steps)
         self.follows_metric = "metrics" in inspect.signature(self.scheduler.step).parameters
         # What the recipe gives the optimizer; a checkpoint's values take its place.
         self.group_options = [

@@ -121,7 +121,7 @@ class BuiltModel:
     def describe(self) -> str:
         share = self.num_trained / max(self.num_parameters, 1)
         lines = [
-            f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
+            f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained"
         ]
         if self.adapters is not None:
             from trainkit.lora.report import adapter_lines

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trainkit.errors import ModelError
 from trainkit.models.attention.packable import STATE_PARAMETERS
@@ -356,3 +357,20 @@ def _with_wide_states(optimizer: Any) -> Any:
 
     optimizer.get_config = of_group
     return optimizer
+
+
+def make_schedule(args: TrainingArguments, optimizer: Any, num_steps: int) -> Any:
+    """The schedule of the recipe; ``warmup_power`` bends its warm-up."""
+    own: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})
+    power, warmup = own.pop("warmup_power", 1), args.get_warmup_steps(num_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_steps, own or None)
+    if power != 1:
+        if not isinstance(schedule, LambdaLR) or not isinstance(power, int | float) or power <= 0:
+            raise ValueError("warmup_power is a number above 0, for schedules that warm up")
+        bent = [partial(_bent, each, power, warmup) for each in schedule.lr_lambdas]
+        schedule.lr_lambdas = bent
+    return schedule
+
+
+def _bent(shape: Callable[[int], float], power: float, warmup: int, step: int) -> float:
+    return shape(step) ** power if step < warmup else shape(step)

@@ -22,25 +22,14 @@ from trainkit.data.options import BUFFER
 from trainkit.errors import RecipeError, TrainkitError
 from trainkit.models.files import context_warning
 from trainkit.models.proof.replica import replica_of
-from trainkit.models.tokenizer import (
-    check_exists,
-    load_config,
-    load_tokenizer,
-    new_tokens,
-)
+from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer, new_tokens
 from trainkit.objectives import objective_of
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.parallel.launch import meet_anew
 from trainkit.parallel.matrix import COMPILES
-from trainkit.recipe import (
-    Derived,
-    Recipe,
-    default_of,
-    read_chat_template,
-    resolve_accumulation,
-)
+from trainkit.recipe import Derived, Recipe, default_of, read_chat_template, resolve_accumulation
 from trainkit.recipe.derived import derive_values
 from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible

@@ -104,12 +104,7 @@ class Measured:
         }
 
 
-def next_choice(
-    budget: int,
-    measured: Sequence[Measured],
-    *,
-    offload: bool = True,
-) -> Choice:
+def next_choice(budget: int, measured: Sequence[Measured], *, offload: bool = True) -> Choice:
     latest, choice = measured[-1], measured[-1].choice
     whole = max(each.whole for each in measured)
     slim = max(each.slim for each in measured)

@@ -283,13 +283,7 @@ class Walk:
 
 @torch.no_grad()
 def check_weights(
-    model: nn.Module,
-    optimizer: Any,
-    ranks: Ranks,
-    *,
-    what: str,
-    fix: str,
-    walk: Walk | None = None,
+    model: nn.Module, optimizer: Any, ranks: Ranks, *, what: str, fix: str, walk: Walk | None = None
 ) -> None:
     """Refuse to go on with weights or optimizer states that are NaN or infinite, on any rank.
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from trainkit.errors import ModelError
 from trainkit.train.masters import MasterWeightOptimizer
-from trainkit.train.optimizer import needs_master_weights, parameter_groups
+from trainkit.train.optimizer import make_schedule, needs_master_weights, parameter_groups
 
 
 def make(model, learning_rate=1e-4):
@@ -196,3 +197,30 @@ def test_the_gradients_of_masters_are_clipped(lab):
     ]
     norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in moved]))
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_warm_up_can_be_bent_and_the_course_behind_it_stays(name, tmp_path):
+    """2 is axolotl's lr_quadratic_warmup: (step / warm-up) squared, and the plain course then."""
+    given = {"output_dir": str(tmp_path), "lr_scheduler_type": name, "warmup_steps": 4}
+    rates = {}
+    for own in ({}, {"warmup_power": 2}):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        args = TrainingArguments(**given, lr_scheduler_kwargs=own)
+        schedule = make_schedule(args, optimizer, 12)
+        rates[bool(own)] = []
+        for _ in range(12):
+            rates[bool(own)].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+    assert rates[True][:5] == [0, 1 / 16, 1 / 4, 9 / 16, 1]
+    assert rates[True][4:] == rates[False][4:]
+
+
+def test_a_warm_up_of_a_schedule_without_one_is_refused(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    given = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    own = {"lr_scheduler_kwargs": {"warmup_power": 2}}
+    args = TrainingArguments(output_dir=str(tmp_path), **given, **own)
+    with pytest.raises(ValueError, match="above 0"):
+        make_schedule(args, optimizer, 12)

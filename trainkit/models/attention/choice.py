@@ -31,13 +31,7 @@ from trainkit.models.attention.forward import (
     flex_obstacle,
     prefers_cudnn,
 )
-from trainkit.models.attention.pattern import (
-    Batch,
-    Documents,
-    Engine,
-    current_batch,
-    make_mask,
-)
+from trainkit.models.attention.pattern import Batch, Documents, Engine, current_batch, make_mask
 from trainkit.parallel.rows import row_split
 
 NAME = "trainkit"

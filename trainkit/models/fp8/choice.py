@@ -223,9 +223,7 @@ def _left(group: ChosenGroup) -> ChosenGroup:
 
 
 def _within(
-    groups: Sequence[ChosenGroup],
-    limit: float,
-    measure: Callable[[Iterable[str]], Increase],
+    groups: Sequence[ChosenGroup], limit: float, measure: Callable[[Iterable[str]], Increase]
 ) -> tuple[set[str], Increase]:
     """The labels of the groups to take, and what they cost together."""
     able = [group for group in groups if not group.reason and _cost(group) < math.inf]

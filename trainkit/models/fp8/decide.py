@@ -113,11 +113,7 @@ def decide(
         return known
     savings, timing = setup.agree(
         measure_savings(
-            candidates.layers,
-            setup.num_tokens,
-            device,
-            trained=not frozen,
-            head=candidates.head,
+            candidates.layers, setup.num_tokens, device, trained=not frozen, head=candidates.head
         )
     )
     if setup.options.loss_budget == ALL:

@@ -153,9 +153,9 @@ class Draft:
         """The value of a setting: what is given, else the tool's default."""
         keys = (*self.keys.get(word, ()), word)
         for values in (self.given, self.theirs):
-            found = next((values[key] for key in keys if values.get(key) is not None), None)
-            if found is not None:
-                return found
+            found = [values[key] for key in keys if values.get(key) is not None]
+            if found:  # of a switch with two names, the one that is on
+                return next((value for value in found if value not in OFF), found[0])
         return default
 
     def chats_only(self) -> bool:

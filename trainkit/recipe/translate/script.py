@@ -213,13 +213,11 @@ class Script:
                 self._forget(node)
 
     def _forget(self, node: ast.stmt) -> None:
-        """Only running a statement would tell what the names in it stand for behind it."""
         for each in ast.walk(node):
             if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
                 self._assign(each, Unknown(ast.unparse(each)))
 
     def _touches(self, node: ast.stmt) -> bool:
-        """Whether a statement sets up what is trained."""
         names = {
             _name(n.func).rpartition(".")[2] for n in ast.walk(node) if isinstance(n, ast.Call)
         }
@@ -304,8 +302,6 @@ class Script:
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
             return ast.literal_eval(node)
         return Unknown(ast.unparse(node))
-
-    # -- calls ------------------------------------------------------------------------------------
 
     def _call(self, node: ast.Call) -> Any:
         full = _name(node.func)
@@ -445,8 +441,6 @@ class Script:
             return rows.but(lost=rows.values.get("lost", f"[{key!r}]"))
         return rows.but(source={**rows.values["source"], "split": key})
 
-    # -- rows that a function makes ---------------------------------------------------------------
-
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
         for known in table("functions"):
@@ -505,14 +499,11 @@ class Script:
         return self.names.get("MADE", Unknown("nothing"))
 
     def _bind(self, target: ast.expr, values: Any) -> None:
-        """Elements of columns are columns."""
         if isinstance(target, ast.Tuple) and isinstance(values, tuple):
             for each, value in zip(target.elts, values, strict=False):
                 self._assign(each, value)
         else:
             self._assign(target, values)
-
-    # -- what came of it --------------------------------------------------------------------------
 
     def report(self, theirs: Theirs) -> None:
         """The settings of the one training."""
@@ -582,7 +573,6 @@ def _same(known: ast.FunctionDef, function: ast.FunctionDef) -> bool:
 
 
 def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Turns that the template renders; of all rows, rows."""
     turns = args[0] if args else words.pop("conversation", None)
     tools = words.pop("tools", None)
     if words.pop("tokenize", False) or words.pop("add_generation_prompt", False):
@@ -601,14 +591,12 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A text of one part, where it is one."""
     if isinstance(value, str | Column):
         return Text((value,))
     return value
 
 
 def _format(text: Text, args: list[Any], words: dict[str, Any]) -> Any:
-    """``text.format(...)`` with columns in its places."""
     whole = "".join(part for part in text.parts if isinstance(part, str))
     places = re.split(r"\{(\w*)\}", whole.replace("{{", "\0").replace("}}", "\1"))
     values: list[Any] = []

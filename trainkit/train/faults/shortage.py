@@ -39,12 +39,7 @@ class MemoryShortageError(TrainkitError):
     overrides: tuple[str, ...] = ()
 
 
-_SAID = (
-    "out of memory",
-    "alloc_failed",
-    "can't allocate memory",
-    "not enough memory",
-)
+_SAID = ("out of memory", "alloc_failed", "can't allocate memory", "not enough memory")
 """By libraries that have errors of their own for it: cuBLAS, NCCL, the CPU's allocator."""
 
 

@@ -200,9 +200,7 @@ def review_running(
 
 
 def _without_consent(
-    changes: Sequence[Change],
-    allowed: Sequence[str],
-    accepted_before: Iterable[Mapping[str, Any]],
+    changes: Sequence[Change], allowed: Sequence[str], accepted_before: Iterable[Mapping[str, Any]]
 ) -> list[Change]:
     known = [(row["key"], row["now"]) for row in accepted_before]
     return [
