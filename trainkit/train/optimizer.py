@@ -363,12 +363,13 @@ def make_schedule(args: TrainingArguments, optimizer: Any, num_steps: int) -> An
     """The schedule of the recipe; ``warmup_power`` bends its warm-up."""
     own: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})
     power, warmup = own.pop("warmup_power", 1), args.get_warmup_steps(num_steps)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_steps, own or None)
+    name = args.lr_scheduler_type
+    schedule: Any = get_scheduler(name, optimizer, warmup, num_steps, own or None)
     if power != 1:
         if not isinstance(schedule, LambdaLR) or not isinstance(power, int | float) or power <= 0:
             raise ValueError("warmup_power is a number above 0, for schedules that warm up")
-        bent = [partial(_bent, each, power, warmup) for each in schedule.lr_lambdas]
-        schedule.lr_lambdas = bent
+        shapes: Any = schedule.lr_lambdas
+        schedule.lr_lambdas = [partial(_bent, each, power, warmup) for each in shapes]
     return schedule
 
 
