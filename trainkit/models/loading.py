@@ -165,11 +165,7 @@ def load_model(
         config = text_alone(load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
         if unpacked is not None and quantization is not None:
-            raise ModelError(
-                "its files hold codes, which are read into 16 bits and not packed again",
-                where="lora.quantize",
-                fix="remove it, or name the model's own files in model.name_or_path",
-            )
+            raise _packed_twice()
         quantization = _sparing(quantization, config, source, lora or LoraOptions()) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
@@ -222,6 +218,14 @@ def load_model(
     # Packing is isolated only without a cache, and training never needs one.
     set_use_cache(model.config, False)
     return model
+
+
+def _packed_twice() -> ModelError:
+    return ModelError(
+        "its files hold codes, which are read into 16 bits and not packed again",
+        where="lora.quantize",
+        fix="remove it, or name the model's own files in model.name_or_path",
+    )
 
 
 def _sparing(
