@@ -164,9 +164,7 @@ def load_model(
     with explained(source, "model"):
         config = text_alone(load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
-        if unpacked is not None and quantization is not None:
-            raise _packed_twice()
-        quantization = _sparing(quantization, config, source, lora or LoraOptions()) or unpacked
+        quantization = _sparing(quantization, config, source, lora, unpacked) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
             model = _random(loader, config, dtype, attention, device, load_part, trusted)
@@ -220,19 +218,22 @@ def load_model(
     return model
 
 
-def _packed_twice() -> ModelError:
-    return ModelError(
-        "its files hold codes, which are read into 16 bits and not packed again",
-        where="lora.quantize",
-        fix="remove it, or name the model's own files in model.name_or_path",
-    )
-
-
 def _sparing(
-    quantization: Any, config: PreTrainedConfig, source: ModelOptions, lora: LoraOptions
+    quantization: Any,
+    config: PreTrainedConfig,
+    source: ModelOptions,
+    lora: LoraOptions | None,
+    unpacked: Any,
 ) -> Any:
     """What bitsandbytes is to pack: nothing that only sees images, or that the recipe leaves."""
+    lora = lora or LoraOptions()
     is_plain = config.get_text_config() is config and not lora.quantize_skip
+    if quantization is not None and unpacked is not None:
+        raise ModelError(
+            "its files hold codes, which are read into 16 bits and not packed again",
+            where="lora.quantize",
+            fix="remove it, or name the model's own files in model.name_or_path",
+        )
     if quantization is None or (is_plain and not lora.quantize_head):
         return quantization
     from transformers.quantizers.base import get_keys_to_not_convert
