@@ -103,6 +103,8 @@ def _serve():
 
 def _warm():
     """What every case would import or compute anew, and the same: its process begins with it."""
+    import commands  # noqa: F401
+    import deepspeed.module_inject.auto_ep_layer
     import deepspeed.runtime.superoffload.superoffload_stage3
     import deepspeed.runtime.zero.muon.muon_optimizer  # compiles, which loads a table of torch's
     import deepspeed.utils.numa
@@ -110,14 +112,17 @@ def _warm():
     import peft.utils.transformers_weight_conversion  # noqa: F401
     import torch.profiler._cupti_monitor
     import torch.utils.serialization.config
-    import transformers.models
+    import transformers.models.auto.processing_auto
     import typer._adapters
     import typer._click.decorators  # noqa: F401
     from tiny import make_tokenizer
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from trainkit.lora.adapter import attach
     from trainkit.lora.read_weights import read_weights
-    from trainkit.run import environment, report
+    from trainkit.options.model import LoraOptions
+    from trainkit.recipe.keys import key_references
+    from trainkit.run import environment, report, status
     from trainkit.train.resume.surroundings import code_digest
 
     for file in sorted((TESTS.parent / "trainkit").rglob("[!_]*.py")):
@@ -125,13 +130,15 @@ def _warm():
         if parts[1] not in ("bench", "replace_kernel", "started"):  # they act at once
             importlib.import_module(".".join(parts))
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
-    code_digest()
+    code_digest(), key_references(), status._shape()
     report.parts(), report.parts("model_card.md")
     make_tokenizer().apply_chat_template([{"role": "user", "content": "a"}])
     for family in ("llama", "qwen2"):
-        with torch.device("meta"):
+        with torch.device("meta"), torch.no_grad():
             config = transformers.AutoConfig.for_model(family, num_hidden_layers=1)
-            read_weights(transformers.AutoModelForCausalLM.from_config(config))
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            read_weights(model)
+            attach(model, LoraOptions())(input_ids=torch.arange(8)[None])
     packages = environment._packages()
     environment._packages = lambda: packages
     # DeepSpeed's CPU accelerator starts a program for each bucket of gradients to count its nodes.

@@ -18,8 +18,10 @@ _SETTLED_SECONDS = 2.0
 
 def digest_of(path: Path, new: Callable[[], Any]) -> str:
     """The digest of a file's bytes by a hash such as ``hashlib.sha256``."""
-    digest, block = new(), memoryview(bytearray(_BLOCK_BYTES))
+    digest = new()
     with path.open("rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size  # to clear more takes longer than most files
+        block = memoryview(bytearray(min(size, _BLOCK_BYTES) or _BLOCK_BYTES))
         while size := stream.readinto(block):
             digest.update(block[:size])
     return str(digest.hexdigest())

@@ -31,7 +31,7 @@ _VOCABULARY_WORD = re.compile(
 )
 
 # Shapes that the services publish, so that leaked ones are found; the length floors avoid words.
-_SHAPES = (
+_SHAPES = (  # none is shorter than 15 characters, as most words are
     # AI and its trackers
     r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,80}[0-9])[\w-]{20,}|gsk_\w{30,}"
     r"|r8_\w{30,}|xai-\w{40,}|pplx-\w{32,}|nvapi-[\w-]{30,}|lsv2_(?:pt|sk)_\w{20,}|pcsk_\w{20,}"
@@ -76,7 +76,7 @@ _SHAPES = (
     r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|ey\w{17,}\.ey[\w-]{17,}\.[\w-]*"
     r"|ZXlK[\w+/-]{80,}",
 )
-_SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(_SHAPES)})")
+_SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?=\S{{15}})(?:{'|'.join(_SHAPES)})")
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?)-----"
     r".*?(?:-----END (?P=kind)-----|\Z)|(?<=Private-Lines: )\d+(?:\s+[A-Za-z0-9+/=]{8,})+",

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from ranks import run_ranks
+from resume.record import record
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.train.faults import signals
@@ -41,6 +42,7 @@ def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     assert told["state"] == "interrupted"
     assert told["reason"] == f"stopped by {signal.Signals(number).name}"
     assert said.err.count(f"saved {newest.path}") == 1
+    assert "continue with: trainkit " in said.err
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,14 @@ def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project, numb
 
 
 def test_a_stop_where_an_evaluation_is_due_makes_up_for_it(project):
-    """Stopped at step 4, where both are due: the evaluation comes when the run goes on."""
-    options = ("training.eval_strategy=steps", "training.eval_steps=4")
-    project.sft("r.yaml", "--output-dir", "run", *options, stop_at=4, number=signal.SIGTERM)
+    """Stopped at step 3, where nothing is saved but for it: the run goes on as if it had not been.
+
+    The evaluation that is due as well comes when it goes on.
+    """
+    options = ("training.eval_strategy=steps", "training.eval_steps=3")
+    project.sft("r.yaml", "--output-dir", "run", *options, stop_at=3, number=signal.SIGINT)
     assert project.sft("--resume", "run").code == 0
-    lines = (project.root / "run/metrics.jsonl").read_text().splitlines()
-    assert [row["step"] for row in map(json.loads, lines) if "eval_loss" in row] == [4, 8]
+    run = record(project.root / "run")
+    assert [row["step"] for row in run["metrics"] if "eval_loss" in row] == [3, 6, 8]
+    assert project.sft("r.yaml", "--output-dir", "whole", *options).code == 0
+    assert run == record(project.root / "whole")

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -99,30 +98,6 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     assert "each dropped row has its line in" in told
     summary = json.loads((run / "data.json").read_text())
     assert [summary[part]["dropped"]["bad_json"]["rows"] for part in ("train", "eval")] == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_where_it_stopped(project):
-    """Ctrl-C after a few steps, then --resume: the weights of a run that was never stopped."""
-    import torch
-    from safetensors.torch import load_file
-
-    code, _, err = sft(
-        project, "--config", "small.yaml", "--output-dir", "whole", "training.save_steps=100"
-    )
-    assert code == 0, err
-    options = ("--config", "small.yaml", "--output-dir", "parts", "training.save_steps=100")
-    code, _, err = sft(project, *options, stop_at=3, number=signal.SIGINT)
-    assert code == 130, err
-    assert "continue with: trainkit sft --resume" in err
-    assert status(project / "parts")["state"] == "interrupted"
-    code, _, err = sft(project, "--resume", "parts")
-    assert code == 0, err
-    assert status(project / "parts")["state"] == "done"
-    whole, parts = (
-        load_file(project / name / "final" / "model.safetensors") for name in ("whole", "parts")
-    )
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 @pytest.mark.slow

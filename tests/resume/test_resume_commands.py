@@ -126,7 +126,7 @@ def test_a_new_rate_and_decay_reach_the_sharded_optimizer(project, shard):
     ("change", "message"),
     [
         ("training.optim=sgd", 'training.optim: "adamw_torch_fused" -> "sgd"'),
-        ("model.dtype=float32", 'model.dtype: "bfloat16" -> "float32"'),
+        ("model.dtype=bfloat16", 'model.dtype: "float32" -> "bfloat16"'),
         ("training.lr_scheduler_type=constant", "training.lr_scheduler_type"),
         ("training.lr_scheduler_type=cosine", "another schedule"),
         ("lora.r=8", "lora.r: 4 -> 8"),

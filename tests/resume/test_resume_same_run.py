@@ -13,9 +13,9 @@ from resume.record import record
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 VARIANTS = {
-    "adapters in bf16": [],
-    "full in fp32": ["lora=null", "model.dtype=float32"],
-    "full in bf16": ["lora=null"],
+    "adapters in bf16": ["model.dtype=bfloat16"],
+    "full in fp32": ["lora=null"],
+    "full in bf16": ["lora=null", "model.dtype=bfloat16"],
     "some layers frozen": ["lora=null", 'model.frozen=["embed_tokens","0"]'],
     "4-bit base": ["lora.quantize=nf4"],
     "fp8 base": ["lora.quantize=fp8"],

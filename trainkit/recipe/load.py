@@ -2,6 +2,7 @@
 
 import copy
 import glob
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -348,6 +349,8 @@ _OneLine.add_representer(
 
 def yaml_text(value: Any) -> str:
     """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
+    if value is None or isinstance(value, int):
+        return json.dumps(value)  # the same, and most are
     text = yaml.dump(
         value, None, _OneLine, default_flow_style=True, sort_keys=False, allow_unicode=True,
         width=2**31,
