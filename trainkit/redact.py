@@ -106,14 +106,16 @@ _QUERY_SECRET = re.compile(
     r"[^&\s'\"\\]+|(?P<pwd>;[ \t]*pwd=)[^;\s'\"]+"
 )
 # "name: value", "name=value" and JSON's "name": "value" inside running text, with a type between
-# them in code, and "--name value".
-_ASSIGNMENT = re.compile(
+# them in code, and "--name value"; of other names, the value may hold such a pair itself.
+_NAME = re.compile(
     r"(?:(?<![\w.\-\\])|(?<=\\[nrt]))(?:(?P<option>--[A-Za-z_][\w.\-]*)[ \t]+"
     rf"|(?P<name>-{{0,2}}[A-Za-z_][\w.\-]*)(?:{_QUOTE}\])?{_QUOTE}?[ \t]*"
     r"(?P<sign>:[ \t]*[A-Za-z][\w.\[\]| ]{0,40}[ \t]=(?!=)|:=|=>|=(?!=)|:(?!:))[ \t]*)"
-    r"(?:\$?[rRbBuUfF]{0,2}(?:(?P<quote>[\"'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])+)"
+)
+_VALUE = re.compile(
+    r"\$?[rRbBuUfF]{0,2}(?:(?P<quote>[\"'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])+)"
     r"|(?:\\[\"']|&quot;|&#x?\d+;)(?P<escaped>[^\\\"'&\n]+))"
-    r"|(?P<value>(?:(?!\\[nrt])[^\s\"',;}\]&]){3,}))"
+    r"|(?P<value>(?:(?!\\[nrt])[^\s\"',;}\]&]){3,})"
 )
 # What stands for a secret in code and recipes, and is none.
 _IS_CODE = re.compile(
@@ -164,33 +166,40 @@ def _redact_text(text: str, secrets: Sequence[str]) -> str:
     for pattern in (_WEBHOOK, _SCHEME, _QUERY_SECRET):
         text = pattern.sub(_keep_before, text)
     text = _URL_CREDENTIALS.sub(lambda match: f"{match['scheme']}{REDACTED}@", text)
-    return _ASSIGNMENT.sub(_redact_assignment, text)
+    parts, done, place = list[str](), 0, 0
+    while name := _NAME.search(text, place):
+        place = name.end()
+        is_secret = is_secret_name(name["option"] or name["name"])
+        if not is_secret or not (given := _VALUE.match(text, place)):
+            continue
+        place = given.end()
+        if not _is_innocent(name, given):
+            start, end = given.span(str(given.lastgroup))
+            parts += text[done:start], REDACTED
+            done = end
+    return "".join((*parts, text[done:]))
 
 
 def _keep_before(match: re.Match[str]) -> str:
     return next(filter(None, match.groups())) + REDACTED
 
 
-def _redact_assignment(match: re.Match[str]) -> str:
-    name = match["option"] or match["name"]
-    if not is_secret_name(name):
-        return match[0]
-    group = next(key for key in ("quoted", "escaped", "value") if match[key] is not None)
-    value, stem = match[group], re.split(r"[.\-_]", name)[-1].lower()
+def _is_innocent(named: re.Match[str], given: re.Match[str]) -> bool:
+    name, is_bare = named["option"] or named["name"], given.lastgroup == "value"
+    value, stem = given[str(given.lastgroup)], re.split(r"[.\-_]", name)[-1].lower()
     if value.rstrip("):").lower() in (*_NOT_VALUES, stem, name.lower()):
-        return match[0]
-    if _IS_CODE.match(value) if group == "value" else re.fullmatch(r"<[^>]*>|\[[A-Z]+\]", value):
-        return match[0]
+        return True
+    if _IS_CODE.match(value) if is_bare else re.fullmatch(r"<[^>]*>|\[[A-Z]+\]", value):
+        return True
+    if name not in ("token", "secret", "secrets"):
+        return False
     # Words of prose and of this field too: "the end-of-turn token: <|im_end|>", {"token": "the"}.
-    if name in ("token", "secret", "secrets"):
-        opens = _OPENS_A_KEY.search(match.string, max(0, match.start() - 20), match.start())
-        is_bare, is_word = group == "value", value.isidentifier() and value.islower()
-        if (match["sign"] == ":" and not opens and is_bare) or (is_bare and is_word):
-            return match[0]
-        if value.isdecimal() or (match["sign"] == ":" and len(value) < _SHORTEST_SECRET):
-            return match[0]
-    start, end = (each - match.start() for each in match.span(group))
-    return match[0][:start] + REDACTED + match[0][end:]
+    opens = _OPENS_A_KEY.search(named.string, max(0, named.start() - 20), named.start())
+    if is_bare and (
+        (named["sign"] == ":" and not opens) or (value.isidentifier() and value.islower())
+    ):
+        return True
+    return value.isdecimal() or (named["sign"] == ":" and len(value) < _SHORTEST_SECRET)
 
 
 def redact(value: Any, environ: Mapping[str, str] | None = None) -> Any:

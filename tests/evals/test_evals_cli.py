@@ -177,9 +177,9 @@ def test_without_a_template_texts_are_plain(run, sets, tmp_path, capsys):
     assert main([*arguments, "--chat-template"]) == 2
 
 
-@pytest.mark.parametrize("moment", ["samples", "out"])
+@pytest.mark.parametrize("moment", ["samples", "out", "report.html"])
 def test_the_same_command_goes_on_wherever_it_was_killed(run, sets, tmp_path, moment):
-    """Before it makes a file of its results."""
+    """Before it makes a file of its results, or while it draws them."""
     mine = tmp_path / "mine"
     shutil.copytree(run / "final", mine / "final")
     (mine / "status.json").write_text(json.dumps({"state": "done"}))
@@ -194,3 +194,5 @@ def test_the_same_command_goes_on_wherever_it_was_killed(run, sets, tmp_path, mo
     said = trainkit(tmp_path, *command)
     assert said.code == 0, said.err
     assert len(json.loads((output / "results.json").read_text())["scores"]) == 1
+    assert sorted(path.name for path in output.iterdir()) == ["results.json", "samples"]
+    assert trainkit(tmp_path, *command).code == 2  # it is whole

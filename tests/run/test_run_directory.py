@@ -102,8 +102,10 @@ def test_a_directory_that_goes_away_is_named_and_not_made_again(is_moved, tmp_pa
         stage(run.final, makes_parent=False)
     assert not run.root.exists()
     run.root.mkdir()  # another of the same name
-    with pytest.raises(RunGoneError, match=expected):
-        run.heartbeat(6)
+    for write in (run.heartbeat, lambda step: run.write_status("failed", step=step)):
+        with pytest.raises(RunGoneError, match=expected):
+            write(6)
+    assert not any(run.root.iterdir())
 
 
 def test_status_of_a_body_that_ends_well(trained_run):

@@ -60,6 +60,10 @@ def test_innocent_names(name):
         f"trainkit sft --hub-token {CANARY}",
         f"export WANDB_API_KEY={CANARY}",
         f"Authorization: Bearer {CANARY}0000000000",
+        f'cmd = "PASSWORD={CANARY} run"',
+        f"dsn: 'host=x;Password={CANARY};'",
+        f'{{"notes": "api_key: {CANARY}", "run": "sft --hub-token {CANARY}"}}',
+        f"run: --hub-token={CANARY}",
     ],
 )
 def test_text_is_redacted(text):

@@ -17,6 +17,8 @@ from trainkit.run.files import explain_os_errors, jsonable
 from trainkit.run.metrics import RESULTS, SCORE_HEAD, score_cells
 from trainkit.terminal import aligned
 
+_OPEN = ".unfinished"
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -99,14 +101,15 @@ class Evaluation:
             [note for part in parts for note in part.notes],
         )
 
-    def write(self, target: Path) -> None:
-        """Write ``results.json`` and ``samples/TASK.jsonl``; the directory appears with both."""
+    def write(self, target: Path, then: Callable[[], object] = lambda: None) -> None:
+        """Write ``results.json`` and ``samples/``, both at once; killed in ``then``, as if none."""
         check_free(target)
         with explain_os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
             partial.mkdir()
             try:
+                (partial / _OPEN).touch()
                 (partial / "samples").mkdir()
                 for task, rows in self.samples.items():
                     text = "".join(f"{_line(row)}\n" for row in rows)
@@ -114,18 +117,20 @@ class Evaluation:
                     (partial / "samples" / name).write_text(text, "utf-8", "backslashreplace")
                 content = json.dumps(jsonable(self.to_dict()), ensure_ascii=False, indent=2)
                 (partial / RESULTS).write_text(f"{content}\n", "utf-8", "backslashreplace")
-                if target.is_dir():
-                    target.rmdir()
+                shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
                 fsync_directory(target.parent)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
+            then()
+            (target / _OPEN).unlink()
 
 
 def check_free(target: Path) -> None:
     """See that an evaluation can be written there."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    is_taken = target.is_dir() and any(target.iterdir()) and not (target / _OPEN).is_file()
+    if is_taken or (target.exists() and not target.is_dir()):
         raise RunDirectoryError(
             "there is something here already; an evaluation is never overwritten",
             where=str(target),

@@ -172,13 +172,7 @@ class _Keep(TorchDispatchMode):
         self._drop_cheap()
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_kept(func):
             self._drop_cheap()
@@ -224,13 +218,7 @@ class _Again(TorchDispatchMode):
         self._asked_for(self._taken)
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_kept(func):
             number, self._number = self._number, self._number + 1
             if number in self._results:

@@ -213,6 +213,8 @@ class RunDirectory:
 
         Without ``step`` or ``total_steps`` the recorded one stays.
         """
+        if self._held is not None:
+            self.refuse_gone()
         before = self.status()
         now = before.updated_with(
             state=state,

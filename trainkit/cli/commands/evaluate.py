@@ -133,9 +133,12 @@ def evaluate(
     found = ask()
     if found is None:
         return  # not the first rank
-    found.write(target)
-    if paths.run is not None and (paths.run / "report.html").is_file():
-        write_report(RunDirectory.open(paths.run))
+
+    def draw() -> None:
+        if paths.run is not None and (paths.run / "report.html").is_file():
+            write_report(RunDirectory.open(paths.run))
+
+    found.write(target, draw)
     for score in found.scores if as_json else ():
         tell({**asdict(score), "output": str(target)}, as_json)
     for line in () if as_json else as_lines(found.scores):
