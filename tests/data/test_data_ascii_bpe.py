@@ -51,32 +51,9 @@ def trained(pre_tokenizer, normalizer=None):
 
 def random_texts(count):
     draw = random.Random(1)
-    pieces = [
-        *" \n\t\r'.,!?\"()",
-        "word",
-        "Word",
-        "12",
-        "7",
-        "'s",
-        "'LL",
-        "<|im_end|>",
-        "<|im_start|>",
-    ]
-    pieces += [
-        "é",
-        "三",
-        "😀",
-        "’",
-        "e\u0301",
-        "\u00a0",
-        "  ",
-        "\n\n",
-        "cafe",
-        "Größe",
-        " “x” ",
-        "user\n",
-        "\nB",
-    ]
+    words = "word Word 12 7 's 'LL <|im_end|> <|im_start|> é 三 😀 ’ cafe Größe"
+    others = ("e\u0301", "\u00a0", "  ", "\n\n", " “x” ", "user\n", "\nB")
+    pieces = [*" \n\t\r'.,!?\"()", *words.split(), *others]
     return ["".join(draw.choices(pieces, k=draw.randrange(1, 30))) for _ in range(count)]
 
 

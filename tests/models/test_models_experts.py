@@ -13,21 +13,12 @@ from trainkit.models.linears import expert_parameters
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.gates import find_experts
 
+PLAIN = """
+qwen3_moe qwen2_moe mixtral olmoe glm4_moe deepseek_v2 deepseek_v3 qwen3_next qwen3_5_moe_text
+granitemoe ernie4_5_moe minimax lfm2_moe aria_text
+"""
 TYPES = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "granitemoe",
-    "ernie4_5_moe",
-    "minimax",
-    "lfm2_moe",
-    "aria_text",
+    *PLAIN.split(),
     "gpt_oss",  # clamped, interleaved, biased, transposed
     "llama4_text",  # rows sorted by expert, the router's score on them
     "minimax_m3_vl_text",
