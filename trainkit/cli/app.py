@@ -52,8 +52,7 @@ COMMANDS: dict[str, Entry] = {
     "data": Entry("data:app", "Look at the data, judge it, measure it."),
     "kernels": Entry("machine:kernels_app", "Check the kernels against plain torch."),
     "checkpoint": Entry(
-        "weights:checkpoint_app",
-        "Check that checkpoints are as they were written.",
+        "weights:checkpoint_app", "Check that checkpoints are as they were written."
     ),
     "chat": Entry("chat:chat", "Talk to a trained model in the terminal."),
     "generate": Entry("chat:generate", "Answer a file of prompts."),
@@ -71,8 +70,7 @@ COMMANDS: dict[str, Entry] = {
         "Kill and resume a short run of a recipe here, and compare every byte.",
     ),
     "diagnose": Entry(
-        "faults:diagnose",
-        "Name what made a step's loss or gradient NaN, infinite or spike.",
+        "faults:diagnose", "Name what made a step's loss or gradient NaN, infinite or spike."
     ),
     "compare": Entry("runs:compare", "Compare runs, with what chance would do."),
     "doctor": Entry("machine:doctor", "Check that this machine is fit to train."),
@@ -196,9 +194,7 @@ def _serve_shell(option: str, shell: str) -> int:
 # -- What the command line may look like before click reads it -------------------------------------
 
 
-OPTIONAL_VALUES = {
-    "sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"},
-}
+OPTIONAL_VALUES = {"sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"}}
 """Per command: options that may be given without a value, and what they mean then."""
 
 

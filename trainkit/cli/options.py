@@ -119,8 +119,7 @@ class RecipeChoice:
     """A recipe, named with or without ``--config``, and values that win over its own."""
 
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="The recipe (YAML).", show_default=False),
+        Path | None, typer.Option("--config", "-c", help="The recipe (YAML).", show_default=False)
     ] = None
     overrides: Annotated[
         list[str] | None,
@@ -227,8 +226,7 @@ class Output:
         typer.Argument(metavar="[OUT]", help="The same as --output.", show_default=False),
     ] = None
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Directory to make.", show_default=False),
+        Path | None, typer.Option("--output", "-o", help="Directory to make.", show_default=False)
     ] = None
 
     def place(self) -> Path:

@@ -49,6 +49,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Keys of adapter_config.json that vLLM refuses, or does not read and so passes over.
 _UNSERVED: Mapping[str, str] = {
     "use_dora": "vLLM has no DoRA",
+    "oft_block_size": "vLLM has no orthogonal adapters",
     "modules_to_save": "vLLM takes no modules that were trained in full",
     "rank_pattern": "vLLM scales every module by the one r",
     "alpha_pattern": "vLLM scales every module by the one lora_alpha",

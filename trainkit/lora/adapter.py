@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
@@ -37,18 +37,27 @@ from trainkit.places import regular_files
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
-class SortedConfig(LoraConfig):
+class _Sorted:
     """Written the same by every process: sets of names have another order in each."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self: Any) -> dict[str, Any]:
         """As peft does, with sets in order."""
-        values: dict[str, Any] = super().to_dict()
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {key: sorted(v) if isinstance(v, set) else v for key, v in values.items()}
 
 
-def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> LoraConfig:
+class _Config(_Sorted, LoraConfig):
+    pass
+
+
+class _OftConfig(_Sorted, OFTConfig):
+    pass
+
+
+def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> PeftConfig:
     """Build peft's configuration: every key of ``lora:`` that peft has goes there."""
-    own = {field.name for field in fields(LoraConfig)}
+    is_oft = options.oft_block_size is not None
+    own = {field.name for field in fields(OFTConfig if is_oft else LoraConfig)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
     modules = targets.modules
@@ -61,7 +70,10 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
     if options.experts_r is not None:  # by peft's patterns of the ends of names
         given["rank_pattern"] = {re.escape(name): options.experts_r for name in targets.experts}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
-    return SortedConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
+    if is_oft:
+        named = {name: value for name, value in given.items() if name in own}
+        return _OftConfig(**named | {"r": 0}, task_type=TaskType.CAUSAL_LM)
+    return _Config(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
 
 
 def attach(

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from peft.tuners.oft import OFTLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -39,6 +40,9 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         (adapter,) = layer.active_adapters
         kind = _kind(name) if parameter is None else f"{_kind(name)}.{parameter}"
         what = "module" if parameter is None else "parameter"
+        if isinstance(layer, OFTLayer):
+            adapted[kind, what, layer.oft_block_size[adapter], 1.0] += 1  # its rank, so to say
+            continue
         adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
         if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:
             unmergeable[kind] += 1

@@ -418,6 +418,14 @@ Quantized = Literal["nf4", "int8", "fp8"]
 QUANTIZED: tuple[str, ...] = get_args(Quantized)
 
 
+_OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
+    *(("r", 16), ("alpha", 32), ("dropout", 0.0), ("experts_r", None), ("target_parameters", [])),
+    *(("use_rslora", False), ("use_dora", False), ("init_lora_weights", True)),
+    *(("lora_bias", False), ("lora_plus_ratio", None), ("quantize", None)),
+)
+"""What orthogonal adapters have no part of, as it is where nobody says it."""
+
+
 class LoraOptions(Section):
     """Adapters. A recipe without this section trains all weights."""
 
@@ -467,6 +475,12 @@ class LoraOptions(Section):
         False,
         description="nf4 packs the output layer, too, where it is not the embedding.",
     )
+    oft_block_size: int | None = Field(
+        None,
+        ge=2,
+        description="Orthogonal adapters (OFT) in place of LoRA's, which rotate so many inputs of "
+        "a layer at a time; r, alpha and all else that is LoRA's own goes without them alone.",
+    )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
     modules_to_save: Names = Field(
@@ -514,6 +528,8 @@ class LoraOptions(Section):
     @property
     def needs_whole_model(self) -> str | None:
         """The key that takes more than the layers of one rank to begin or to save; or None."""
+        if self.oft_block_size is not None:
+            return "lora.oft_block_size"
         init = self.init_lora_weights
         if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
             return "lora.init_lora_weights"
@@ -521,6 +537,13 @@ class LoraOptions(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "LoraOptions":
+        for name, of_lora in _OF_LORA_ALONE if self.oft_block_size is not None else ():
+            if getattr(self, name) != of_lora and (name != "quantize" or self.quantize == "fp8"):
+                raise broken_rule(
+                    f"lora.{name}",
+                    f"orthogonal adapters (oft_block_size) have no {name}",
+                    f"remove lora.{name}, or lora.oft_block_size",
+                )
         for key, kinds in (("use_dora", ("int8", "fp8")), ("target_parameters", ("fp8",))):
             if self.quantize in kinds and getattr(self, key):
                 raise broken_rule(

@@ -280,6 +280,15 @@ REFUSALS: tuple[Refusal, ...] = (
         )
     ),
     Refusal(
+        "lora.oft_block_size",
+        lambda one: (
+            one.lora == "lora.oft_block_size"
+            and (one.shard != "none" or max(one.tensor, one.pipeline, one.sequence) > 1)
+        ),
+        "rotations have been held against one process alone",
+        "remove the other keys of parallel: each GPU then holds the whole model",
+    ),
+    Refusal(
         "lora.adapter_dtype",
         lambda one: one.shard in ("zero3", "zero3_offload") and one.mixes_dtypes,
         "ZeRO-3 keeps what trains in one buffer, and the modules that train whole "

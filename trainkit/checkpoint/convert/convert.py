@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.convert.glm_formats import (
-    FORMATS,
-    GlmSource,
-    detect_format,
-    qwen2_shape,
-)
+from trainkit.checkpoint.convert.glm_formats import FORMATS, GlmSource, detect_format, qwen2_shape
 from trainkit.checkpoint.convert.layers import COMPUTED, Geometry, check_names, converted
 from trainkit.checkpoint.convert.proof import Proof, prove_same_function
 from trainkit.checkpoint.weights.companions import carry_companions

@@ -62,12 +62,7 @@ class Format:
                 raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
             found[size] = float(value) if size == "rms_norm_eps" else value
         theta, rotary_dim = self.read_rope(config, found["head_dim"])
-        return Geometry(
-            **found,
-            rope_theta=theta,
-            rotary_dim=rotary_dim,
-            is_tied=is_tied,
-        )
+        return Geometry(**found, rope_theta=theta, rotary_dim=rotary_dim, is_tied=is_tied)
 
     def config(self, geometry: Geometry) -> dict[str, Any]:
         """The config.json of this layout, without tokens and dtype."""
@@ -185,9 +180,7 @@ FORMATS: Mapping[str, Format] = {
         model_type="glm",
         architecture="GlmForCausalLM",
         keys={**_SIZES, "head_dim": "head_dim"},
-        required={
-            "hidden_act": ("silu", "silu", "Qwen2's gate is SiLU"),
-        },
+        required={"hidden_act": ("silu", "silu", "Qwen2's gate is SiLU")},
         read_rope=_read_glm_rope,
         write_rope=_write_glm_rope,
         written={"attention_bias": True},

@@ -76,11 +76,7 @@ OUTSIDE = {
 _PREFIX = {"chatglm": "transformer.encoder.layers.{}."}
 _OUR_PREFIX = "model.layers.{}."
 _Q_K_V = tuple(f"self_attn.{part}_proj" for part in "qkv")
-PROJECTIONS = {
-    "chatglm": ("self_attention.query_key_value",),
-    "glm": _Q_K_V,
-    "qwen2": _Q_K_V,
-}
+PROJECTIONS = {"chatglm": ("self_attention.query_key_value",), "glm": _Q_K_V, "qwen2": _Q_K_V}
 _GATES = {
     "chatglm": ("mlp.dense_h_to_4h.weight",),
     "glm": ("mlp.gate_up_proj.weight",),

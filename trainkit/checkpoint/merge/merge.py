@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -244,7 +245,7 @@ def _record(
 
 def needs_the_model(adapter: Adapter, names: Collection[str]) -> bool:
     """Whether an adapter changes weights that the base's files do not hold under those names."""
-    if adapter.config.get("target_parameters"):
+    if adapter.config.get("target_parameters") or adapter.config.get("peft_type") == "OFT":
         return True
     layers = [f"{module}.weight" for module in adapter.modules if ".layers." in module]
     # Where some are there the base is another one; where none is, they may have other names there.
@@ -344,12 +345,15 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(plain, plain.state_dict()))
 
 
+_PART = re.compile(r"\.(lora|oft)_")
+
+
 def _refuse_strangers(wrapped: PeftModel, adapter: Adapter) -> None:
     """Peft leaves out what finds no place, and says so in a warning at most."""
     held = load_peft_weights(str(adapter.directory), device="cpu").keys()
     placed = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
-    wanted = {name for name in held if "lora_" in name}
-    if strangers := sorted(wanted ^ {name for name in placed if "lora_" in name}):
+    ours, theirs = ({each for each in names if _PART.search(each)} for names in (held, placed))
+    if strangers := sorted(ours ^ theirs):
         raise CheckpointError(
             f"the base and the adapter do not agree on {strangers[0]} ({len(strangers)} like this)",
             where=str(adapter.directory),

@@ -116,7 +116,8 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     """
     config = read_json(plain_file(Path(directory), CONFIG_NAME))
     where = str(directory)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    kinds = ("LORA", "OFT") if with_peft else ("LORA",)
+    if not isinstance(config, dict) or config.get("peft_type") not in kinds:
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)
@@ -167,7 +168,7 @@ def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     """
     directory = Path(directory)
     config = read_adapter_config(directory, with_peft=with_peft)
-    if any(config.get(key) for key in _KNOWN_TO_PEFT):
+    if config["peft_type"] == "OFT" or any(config.get(key) for key in _KNOWN_TO_PEFT):
         return Adapter(directory, config)
     with adapter_file(directory) as file:
         tensors = {key: file.load(key) for key in file.tensors}

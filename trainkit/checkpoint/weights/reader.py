@@ -18,11 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainkit.checkpoint.weights.plain_files import (
-    is_plain_name,
-    plain_file,
-    read_json,
-)
+from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, read_json
 from trainkit.errors import CheckpointError
 
 DTYPES: Mapping[str, torch.dtype] = {

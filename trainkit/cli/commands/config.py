@@ -55,9 +55,7 @@ def show(
 
 
 @app.command()
-def schema(
-    as_json: Annotated[bool, typer.Option("--json", help="On one line.")] = False,
-) -> None:
+def schema(as_json: Annotated[bool, typer.Option("--json", help="On one line.")] = False) -> None:
     """Print the recipe's JSON schema, for editors and programs."""
     from trainkit.recipe import recipe_json_schema
 

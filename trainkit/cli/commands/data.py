@@ -114,10 +114,7 @@ def preview(
 
 @app.command()
 @expanded
-def check(
-    choice: DataChoice,
-    as_json: JsonLines = False,
-) -> None:
+def check(choice: DataChoice, as_json: JsonLines = False) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(choice) as subject:
         from trainkit.data.preview import dropped_rows, judge, measure

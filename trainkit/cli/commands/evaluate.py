@@ -167,11 +167,7 @@ def _refuse_of_files(name: str, questions: Questions, backend: str) -> None:
 
 
 def _ready(
-    paths: "ModelPaths",
-    asking: Any,
-    choice: dict[str, Any],
-    backend: str,
-    held: Held,
+    paths: "ModelPaths", asking: Any, choice: dict[str, Any], backend: str, held: Held
 ) -> "Callable[[], Evaluation | None]":
     """A function that asks the loaded model, and gives None on all ranks but the first.
 

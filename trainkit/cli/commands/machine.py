@@ -14,9 +14,7 @@ import typer
 from trainkit.cli.options import TrustRemoteCode, echo, json_lines, tell
 
 
-def doctor(
-    as_json: Annotated[bool, json_lines("check, state, found, fix")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, json_lines("check, state, found, fix")] = False) -> None:
     """Check GPUs, packages, communication, disk, limits and the hub; say how to fix each fault.
 
     Exits with 1 where something keeps training from working.
@@ -112,8 +110,7 @@ def _show_checks(rows: list[dict[str, Any]], *, as_json: bool) -> None:
 bench_app = typer.Typer()
 
 AsJson = Annotated[
-    bool,
-    json_lines("bench, case, provider, metric, value, unit, gpu, versions, commit, ..."),
+    bool, json_lines("bench, case, provider, metric, value, unit, gpu, versions, commit, ...")
 ]
 Output = Annotated[
     Path | None,

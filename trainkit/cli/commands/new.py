@@ -27,8 +27,7 @@ def new(
         typer.Option("--model", "-m", help="Fill one in for this model: a hub name, a directory."),
     ] = None,
     data: Annotated[
-        list[str] | None,
-        typer.Option("--data", "-d", help="Training files, with NAME or --model."),
+        list[str] | None, typer.Option("--data", "-d", help="Training files, with NAME or --model.")
     ] = None,
     method: Annotated[
         str | None,

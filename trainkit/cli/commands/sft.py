@@ -84,8 +84,7 @@ def sft(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Train one real step on the longest batch in a temporary directory.",
+            "--dry-run", help="Train one real step on the longest batch in a temporary directory."
         ),
     ] = False,
     force: Annotated[
@@ -151,11 +150,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
     if as_json:
         options = replace(options, rows=functools.partial(_write_row, ours))
     # Standard output is for the result: what libraries print goes to people, too.
-    with (
-        watching_signals(),
-        contextlib.redirect_stderr(people),
-        contextlib.redirect_stdout(people),
-    ):
+    with watching_signals(), contextlib.redirect_stderr(people), contextlib.redirect_stdout(people):
         if loaded.recipe.training.get("use_cpu"):
             # Before torch looks for any: what asks whether there is a GPU would choose for one.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
