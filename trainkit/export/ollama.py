@@ -18,14 +18,7 @@ from jinja2 import TemplateError
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.data.messages import Conversation, TextRow
 from trainkit.errors import ModelError
-from trainkit.export.gguf import (
-    COPIES,
-    GgufServed,
-    check,
-    is_quantized,
-    served_gguf,
-    write_gguf,
-)
+from trainkit.export.gguf import COPIES, GgufServed, check, is_quantized, served_gguf, write_gguf
 from trainkit.export.llama_cpp import LlamaServer
 from trainkit.export.source import Job, Source, Written
 from trainkit.models.context import context_of
@@ -39,8 +32,7 @@ _LONGEST_CONTEXT = 8192  # Ollama's own is 4096, beyond which it drops turns wit
 def write(source: Source, staging: Path, job: Job) -> Written:
     if source.template is None:
         raise ModelError(
-            "it was trained on plain texts, and Ollama chats",
-            fix="trainkit export gguf",
+            "it was trained on plain texts, and Ollama chats", fix="trainkit export gguf"
         )
     file, work = write_gguf(source, staging, job), staging / "merged"
     with served_gguf(file, source) as served:

@@ -12,12 +12,7 @@ from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, needs_t
 from trainkit.checkpoint.merge.merged_weights import MergedWeights
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
-from trainkit.checkpoint.weights.export import (
-    CastWeights,
-    dtype_named,
-    write_config,
-    write_weights,
-)
+from trainkit.checkpoint.weights.export import CastWeights, dtype_named, write_config, write_weights
 from trainkit.checkpoint.weights.plain_files import (
     is_plain_name,
     read_config,

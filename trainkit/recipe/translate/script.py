@@ -566,7 +566,6 @@ class Script:
 
 
 def _same(known: ast.FunctionDef, function: ast.FunctionDef) -> bool:
-    """Whether two functions do the same by their text, without names, comments and blanks."""
     return [ast.dump(each) for each in (known.args, *known.body)] == [
         ast.dump(each) for each in (function.args, *function.body)
     ]
