@@ -104,10 +104,7 @@ def test_check_passes_good_data(write, model, capsys, option):
     assert "verdict: fit to train on" in said.out
 
 
-BAD = {
-    "rows": [*ROWS[:9], {"x": 1}],
-    "length": [*ROWS, *[chat("q", "a", "r", "b" * 3000)] * 3],
-}
+BAD = {"rows": [*ROWS[:9], {"x": 1}], "length": [*ROWS, *[chat("q", "a", "r", "b" * 3000)] * 3]}
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -110,12 +110,7 @@ def test_finished_file_is_left_alone(engine, prompts, tmp_path):
 
     sampling = SamplingOptions(max_new_tokens=6)
     found = generate_file(
-        never,
-        prompts,
-        tmp_path / "out.jsonl",
-        sampling,
-        batch_size=2,
-        settings={"model": "tiny"},
+        never, prompts, tmp_path / "out.jsonl", sampling, batch_size=2, settings={"model": "tiny"}
     )
     assert found == len(prompts)
     assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before

@@ -80,19 +80,12 @@ def test_a_checkpoint_that_was_removed_is_not_sought_on_the_hub(run_directory, m
 def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     record = {
         "train": {
-            "options": {
-                "system_policy": "Be kind.",
-                "max_length": 7,
-                "thinking": "preserve",
-            },
+            "options": {"system_policy": "Be kind.", "max_length": 7, "thinking": "preserve"},
             "end_of_turn": {"<|im_end|>": 257},
         }
     }
     (run_directory / "data.json").write_text(json.dumps(record))
-    assert training_options(run_directory) == {
-        "system_policy": "Be kind.",
-        "thinking": "preserve",
-    }
+    assert training_options(run_directory) == {"system_policy": "Be kind.", "thinking": "preserve"}
     assert trained_stop_ids(run_directory) == (257,)
     assert training_options(None) == {}
     (run_directory / "data.json").write_text("[]")

@@ -229,8 +229,7 @@ def test_orthogonal_adapters_are_pefts_and_only_rotate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"r": 8}, {"alpha": 16}, {"use_dora": True}, {"quantize": "fp8"}, {"dropout": 0.1}],
+    "given", [{"r": 8}, {"alpha": 16}, {"use_dora": True}, {"quantize": "fp8"}, {"dropout": 0.1}]
 )
 def test_what_orthogonal_adapters_have_no_part_of_is_refused(given):
     LoraOptions(oft_block_size=8, quantize="nf4")

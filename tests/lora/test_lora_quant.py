@@ -6,15 +6,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from families.family_models import (
-    DEVICE,
-    exact,
-    excess_errors,
-    like_model,
-    make,
-    make_batch,
-    run,
-)
+from families.family_models import DEVICE, exact, excess_errors, like_model, make, make_batch, run
 from transformers import AutoModelForCausalLM
 
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config

@@ -16,10 +16,7 @@ CASES = {
     "nothing": ([], {}),
     "full in bf16": (["model.dtype=bfloat16"], {}),
     "lora in bf16": (["lora.r=4"], {"bf16": (True, "from model.dtype")}),
-    "lora in fp32": (
-        ["lora.r=4", "model.dtype=float32"],
-        {"bf16": (False, THEIRS)},
-    ),
+    "lora in fp32": (["lora.r=4", "model.dtype=float32"], {"bf16": (False, THEIRS)}),
     "lora, told otherwise": (["lora.r=4", "training.bf16=false"], {"bf16": (False, "override")}),
     "evaluation data": ([EVAL], {"eval_strategy": ("epoch", "from data.eval")}),
     "evaluation every so often": (

@@ -322,8 +322,7 @@ def test_presets_are_found_from_anywhere(load, tmp_path, monkeypatch, choice):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "no strategy"), ("{", "not JSON"), ("[]", "not a JSON object")],
+    ("content", "message"), [(None, "no strategy"), ("{", "not JSON"), ("[]", "not a JSON object")]
 )
 def test_a_deepspeed_file_is_read_at_once(load, tmp_path, content, message):
     path = tmp_path / "ds.json"

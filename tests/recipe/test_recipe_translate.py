@@ -167,10 +167,7 @@ class TestScripts:
         assert recipe.data.mask == "assistant"
 
     def test_a_mixture_in_shares_and_rows_that_are_held_out(self, tmp_path):
-        mixed = SCRIPT.replace(
-            "rows = rows.map(make, batched=True)",
-            SCRIPTS["shares"],
-        )
+        mixed = SCRIPT.replace("rows = rows.map(make, batched=True)", SCRIPTS["shares"])
         first, second = recipe_of(tmp_path, self.translated(tmp_path, mixed).text).data.train
         turns = '[{"role": "user", "content": {{ q | tojson }}}, {"role": "assistant", "content": '
         assert (first.path, first.columns, first.weight) == (

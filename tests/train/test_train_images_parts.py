@@ -8,10 +8,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.models.attention import OF_IMAGES
 from trainkit.options import LoraOptions, ModelOptions
 
-TOWERS = {
-    "qwen2_5_vl": ["visual"],
-    "gemma3": ["vision_tower", "multi_modal_projector"],
-}
+TOWERS = {"qwen2_5_vl": ["visual"], "gemma3": ["vision_tower", "multi_modal_projector"]}
 
 
 @pytest.fixture(scope="module", params=TOWERS)

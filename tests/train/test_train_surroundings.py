@@ -4,10 +4,7 @@ import pytest
 
 from trainkit.errors import RecipeError
 from trainkit.run.environment import relevant_variables
-from trainkit.train.prepare import (
-    refuse_contradicting_start,
-    refuse_contradicting_variables,
-)
+from trainkit.train.prepare import refuse_contradicting_start, refuse_contradicting_variables
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import (
-    KINDS,
-    encoded,
-    make_config,
-    make_image,
-    make_image_processor,
-    make_tokenizer,
-)
+from pictures import KINDS, encoded, make_config, make_image, make_image_processor, make_tokenizer
 from PIL import Image as Pil
 
 from trainkit.data import DataOptions, Ledger, Source, images, prepare, remote

@@ -39,10 +39,7 @@ TEXTS = {
     "jinja": ("$x$ \\n {{ m }}", "{% for %} {{ eos_token }} \\boxed{4}"),
     "marks": ("\U000f0001", "x\U000f0000y", "q", "z"),
     "long": ("word " * 50, "answer " * 80 + "end.", "b", "x\n" * 30 + "y"),
-    "thoughts": (
-        *("Q1", "<think>\nR1\n</think>\n\nA1"),
-        *("Q2", "<think>\nR2\n</think>\n\nA2"),
-    ),
+    "thoughts": (*("Q1", "<think>\nR1\n</think>\n\nA1"), *("Q2", "<think>\nR2\n</think>\n\nA2")),
     "a-thought": ("Q1", "A1", "Q2", "<think>\nR2\n</think>\n\n"),
     "open-thought": ("q", "<think> is open only", "q", "a"),
 }

@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.options.optimizers import DEFAULT, OPTIMIZERS, OURS
-from trainkit.parallel.part_files import (
-    WITHOUT,
-    by_name,
-    refuse_unfit_state,
-    without_state,
-)
+from trainkit.parallel.part_files import WITHOUT, by_name, refuse_unfit_state, without_state
 from trainkit.train.optimizer import make_optimizer
 
 
