@@ -11,6 +11,7 @@ model: {name_or_path: m, dtype: float32}
 data: {train: [d.jsonl], eval: [d.jsonl], max_length: 64, packing: false, cache_dir: cache}
 lora: {r: 4, alpha: 8}
 training: {learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 8, save_steps: 2,
+  per_device_eval_batch_size: 24,
   save_total_limit: 9}
 """
 

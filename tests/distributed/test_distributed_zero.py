@@ -68,9 +68,10 @@ def test_the_sum_of_many_micro_batches_is_as_exact_as_that_of_few(stage, tmp_pat
     ZeRO averages over ranks in bf16: the sum of each rank and their sum are rounded once, a number
     by at most 2**-8 of it and over many numbers by 2**-8 / sqrt(3), twice of which in independent
     directions is less than 2**-8; this does not grow with the number of micro-batches, as sums in
-    bf16 do with its root. DDP reduces in fp32: the rounding of 128 sums is left, 2**-24 each.
+    bf16 do with its root. DDP reduces in fp32: the rounding of each sum is left, 2**-24.
     """
     case = "distributed.sum_cases:distance_from_exact_sum"
-    first, second = run_ranks(case, root=str(tmp_path), stage=stage, accumulate=64)
+    accumulate = 64 if stage else 8  # bf16 shows in a few where the bound is so low
+    first, second = run_ranks(case, root=str(tmp_path), stage=stage, accumulate=accumulate)
     assert first == second
-    assert first < (2**-8 if stage else 128 * 2**-24)
+    assert first < (2**-8 if stage else 2 * accumulate * 2**-24)

@@ -24,7 +24,12 @@ def test_the_cells_run_in_order(tmp_path, monkeypatch, capsys):
             program, *words = shlex.split(text[1:])
             assert program == "trainkit"
             short = (
-                ["training.max_steps=3", "generation_eval=null", "training.eval_strategy=no"]
+                [
+                    "training.max_steps=3",
+                    "generation_eval=null",
+                    "training.eval_strategy=no",
+                    "data.train=[quickstart/held_out.jsonl]",
+                ]
                 if "sft" in words
                 else []
             )

@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, tiny_qwen2, tiny_llama):
-    root = make_uneven(tmp_path_factory.mktemp("project"), tiny_qwen2, RECIPE, d=range(90))
+    root = make_uneven(tmp_path_factory.mktemp("project"), tiny_qwen2, RECIPE, d=range(48))
     (root / "own_head").symlink_to(tiny_llama)
     return root
 

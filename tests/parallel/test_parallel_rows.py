@@ -11,7 +11,7 @@ from trainkit.errors import RecipeError
 
 RECIPE = """\
 model: {name_or_path: m, dtype: float32}
-data: {train: [a.jsonl, b.jsonl], eval: [b.jsonl], max_length: 96, cache_dir: cache}
+data: {train: [a.jsonl, b.jsonl], eval: [e.jsonl], max_length: 96, cache_dir: cache}
 kernels: true
 global_batch_size: 8
 training: {learning_rate: 1e-3, per_device_train_batch_size: 2, max_steps: 4, logging_steps: 1,
@@ -38,7 +38,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, tiny_qwen2):
     root = tmp_path_factory.mktemp("project")
-    return make_uneven(root, tiny_qwen2, RECIPE, a=range(60), b=range(60, 120))
+    return make_uneven(root, tiny_qwen2, RECIPE, a=range(60), b=range(60, 120), e=range(120, 136))
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -11,7 +11,7 @@ from trainkit.errors import RecipeError
 
 RECIPE = """\
 model: {name_or_path: m, dtype: float32}
-data: {train: [d.jsonl], eval: [d.jsonl], max_length: 96, packing: true, cache_dir: cache}
+data: {train: [d.jsonl], eval: [e.jsonl], max_length: 96, packing: true, cache_dir: cache}
 kernels: true
 global_batch_size: 4
 training: {learning_rate: 1e-3, per_device_train_batch_size: 1, max_steps: 4, logging_steps: 1,
@@ -25,7 +25,7 @@ SPREAD = ["parallel.shard=zero1", "parallel.tensor=2"]
 def project(tmp_path_factory, tiny_qwen2):
     """A recipe, and its run in one process and on four ranks, two of which share products."""
     root = tmp_path_factory.mktemp("project")
-    make_uneven(root, tiny_qwen2, RECIPE, d=range(90))
+    make_uneven(root, tiny_qwen2, RECIPE, d=range(90), e=range(90, 106))
     sft(root, "--config", "r.yaml", "--output-dir", "one")
     sft(root, "--config", "r.yaml", "--output-dir", "shared", *SPREAD, num_ranks=4)
     return root

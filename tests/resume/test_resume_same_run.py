@@ -39,9 +39,9 @@ ON_TWO_RANKS = {
 }
 
 
-def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml", again=False):
+def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml", again=False, steps=4):
     """Records of a run that is killed, twice where ``again`` says so, and of one that is not."""
-    arguments = ["--config", str(config), "training.max_steps=6", *arguments]
+    arguments = ["--config", str(config), f"training.max_steps={steps}", *arguments]
     whole = project.sft(*arguments, "--output-dir", "whole", num_ranks=num_ranks)
     assert whole.code == 0, whole.err
     begin = (*arguments, "--output-dir", "parts")
@@ -59,7 +59,7 @@ def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml", again=Fal
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_process(project, variant):
-    parts, whole = broken_and_whole(project, VARIANTS[variant], again="full" in variant)
+    parts, whole = broken_and_whole(project, VARIANTS[variant], again="full" in variant, steps=6)
     assert parts == whole
 
 
