@@ -11,6 +11,7 @@ import ast
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -121,8 +122,8 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         shown = [render.render(row, **fixed) for row in plain]
         theirs = [(tok(each, add_special_tokens=False)["input_ids"], None) for each in shown]
         yield f"{tool} {name}", theirs, ours(tok, plain, {}, chat_template=known)
-    for name, mine in tool_table("llamafactory")["templates"].items():
-        known, template = names[mine]["text"], TEMPLATES[name]
+    for name, written in tool_table("llamafactory")["templates"].items():
+        known, template = names[written]["text"], TEMPLATES[name]
         tok = tokenizer(eos_of(known))
         theirs = []
         for turns in map(chat, range(10)):
@@ -131,7 +132,9 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             ids = [token for pair in pairs for half in pair for token in half]
             theirs.append((ids, [n for pair in pairs for n in (0, 1) for _ in pair[n]]))
         plain = [{"messages": chat(n)} for n in range(10)]
-        yield f"LLaMA-Factory {name}", theirs, ours(tok, plain, {}, chat_template=known)
+        breaks = re.search("chatml|qwen|gemma", name) is not None
+        mine = ours(tok, plain, {}, chat_template=known, train_line_break=breaks)
+        yield f"LLaMA-Factory {name}", theirs, mine
 
 
 class Placeholders(MetaPathFinder, Loader):
@@ -172,7 +175,7 @@ TURNS = [
 
 
 def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """ms-swift's rows and prompts, but for the line break that it trains behind an answer."""
+    """ms-swift's rows and prompts."""
     from swift.dataset import DATASET_MAPPING
     from swift.dataset.preprocessor import AutoPreprocessor
     from swift.template import TEMPLATE_MAPPING
@@ -234,21 +237,13 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         for row in reads(datasets.Dataset.from_list(some), enable_auto_mapping=True):
             encoded = made.encode(row)
             mask = [int(x != -100) for x in encoded["labels"]]
-            theirs.append(without_breaks(tok, encoded["input_ids"], mask))
+            theirs.append((list(encoded["input_ids"]), mask))
         shape = {"format": source.format, "columns": source.columns}
         options = {"chat_template": data.chat_template, "system_policy": data.system_policy}
+        options |= {"train_line_break": data.train_line_break, "end_texts": data.end_texts}
         options = {key: value for key, value in options.items() if value is not None}
         mine = ours(tok, some, shape, **options)
-        mine = [without_breaks(tok, ids, mask) for ids, mask in mine]
         yield f"ms-swift {name} {kind} {system} {scale}", theirs, mine
-
-
-def without_breaks(tok: Any, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
-    """A row without the last line break behind an end of a turn; the others are not trained."""
-    end, line = tok.convert_tokens_to_ids(["<|im_end|>", "Ċ"])
-    behind = [n > 0 and ids[n - 1] == end and ids[n] == line for n in range(len(ids))]
-    mask = [int(m) * (not b) for m, b in zip(mask, behind, strict=True)]
-    return (list(ids)[:-1], mask[:-1]) if behind[-1] else (list(ids), mask)
 
 
 def eos_of(template: str) -> str:

@@ -208,7 +208,7 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
         "data.packing": bool(
             data.packing if data.packing is not None else given.get("stage") == "pt"
         ),
-        "is_lora": tuning.finetuning_type == "lora",
+        "is_lora": tuning.finetuning_type in ("lora", "oft"),
         "training.gradient_checkpointing": not given.get("disable_gradient_checkpointing", False),
         "data.mask": "none" if tuning.stage == "pt" or data.train_on_prompt else "assistant",
         "is_sharded": bool(given.get("deepspeed") or given.get("fsdp")),
@@ -216,6 +216,8 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
     if tuning.stage == "dpo":
         found |= {"objective": "dpo", "preference.beta": tuning.pref_beta}
         found["preference.loss"] = tuning.pref_loss
+    if tuning.finetuning_type == "oft":
+        found["lora.oft_block_size"] = tuning.oft_block_size
     if tuning.finetuning_type == "lora":
         found |= {
             "lora.r": tuning.lora_rank,

@@ -120,6 +120,8 @@ class Drafter:
             masked = self._with_eos(masked, others)
         if self.options.train_behind:
             masked = _behind(masked, others, self.options.train_behind)
+        if self.options.train_line_break:
+            masked = _with_line_breaks(masked, others)
         counts: Counter[str] = Counter()
         turns = {span.turn for span in masked.spans}
         last = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
@@ -501,11 +503,7 @@ class SampleBuilder:
     # -- samples -----------------------------------------------------------------------------
 
     def _keep_conversations(
-        self,
-        drafter: Drafter,
-        drafts: Sequence[Draft],
-        built: BuiltRows,
-        compared: Collection[int],
+        self, drafter: Drafter, drafts: Sequence[Draft], built: BuiltRows, compared: Collection[int]
     ) -> None:
         bos, limit = self.tokenizer.bos_token_id, self.options.max_length
         for whole, encoded in zip(drafts, drafter.encode(drafts), strict=True):
@@ -661,6 +659,16 @@ def _behind(masked: Masked, others: frozenset[int], mark: str) -> Masked:
             spans.append(span)
         elif place >= 0:
             spans.append(replace(span, start=place + len(mark)))
+    return replace(masked, spans=tuple(spans))
+
+
+def _with_line_breaks(masked: Masked, others: frozenset[int]) -> Masked:
+    spans = [
+        span
+        if span.turn in others
+        else replace(span, end=span.end + masked.text.startswith("\n", span.end))
+        for span in masked.spans
+    ]
     return replace(masked, spans=tuple(spans))
 
 

@@ -258,8 +258,7 @@ def _refuse_contradictions(chosen: Mapping[str, tuple[bool, ...]]) -> None:
             continue
         for other, mask in chosen.items():
             place = next(
-                (n for n, (mine, its) in enumerate(zip(own, mask, strict=True)) if mine > its),
-                None,
+                (n for n, (mine, its) in enumerate(zip(own, mask, strict=True)) if mine > its), None
             )
             if place is not None:
                 raise RowError(

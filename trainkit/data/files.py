@@ -608,11 +608,7 @@ def hub_name(path: str) -> str | None:
 
 
 def fetch(
-    name: str,
-    split: str,
-    directory: Path,
-    subset: str | None = None,
-    files: Sequence[str] = (),
+    name: str, split: str, directory: Path, subset: str | None = None, files: Sequence[str] = ()
 ) -> Path:
     """Download a split (``datasets`` keeps its own cache) and write it as parquet.
 

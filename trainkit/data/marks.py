@@ -21,13 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from trainkit.data.messages import Message, RowError
-from trainkit.data.template import (
-    REASONING_KEYS,
-    THINK_BLOCK,
-    THINK_CLOSE,
-    ChatTemplate,
-    Rendered,
-)
+from trainkit.data.template import REASONING_KEYS, THINK_BLOCK, THINK_CLOSE, ChatTemplate, Rendered
 
 MARK_PLANES = (0xF0000, 0x100000)
 """Two planes of 65,534 private-use characters; the second serves rows that use the first."""

@@ -199,8 +199,7 @@ def _check_message(message: Message, number: int) -> None:
     place = f"turn {number} ({message.role})"
     if message.role not in ROLES:
         raise RowError(
-            "unknown_role",
-            f"turn {number} has role {message.role!r}; known are {', '.join(ROLES)}",
+            "unknown_role", f"turn {number} has role {message.role!r}; known are {', '.join(ROLES)}"
         )
     check_text(message.content, place)
     for text in (message.reasoning, message.name, message.tool_call_id):

@@ -44,11 +44,7 @@ from trainkit.data.files import (
 )
 from trainkit.data.options import BUFFER, DataOptions
 from trainkit.data.store import Entry
-from trainkit.data.summary import (
-    ignored_fields,
-    look_at,
-    summary_of,
-)
+from trainkit.data.summary import ignored_fields, look_at, summary_of
 from trainkit.errors import DataError
 from trainkit.options import Source
 
@@ -335,12 +331,7 @@ class Block:
         # Each epoch deals again, from its own part of the seed's numbers.
         seed = (stream.options.seed << 32) + (position.epoch << 48) if stream.shuffle else None
         sharding = Sharding(shard, num_shards, seed)
-        self.reader = reader or RunReader(
-            stream.files,
-            position,
-            sharding,
-            model=stream.model,
-        )
+        self.reader = reader or RunReader(stream.files, position, sharding, model=stream.model)
         self.found = BuiltRows()
         self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
         self._samples: list[Sample] = []

@@ -287,11 +287,7 @@ class Vision:
             raise RowError("image_placeholder", LOOSE)
 
     def encode(
-        self,
-        encoder: Encoder,
-        text: str,
-        spans: Sequence[tuple[int, int]],
-        images: Sequence[Image],
+        self, encoder: Encoder, text: str, spans: Sequence[tuple[int, int]], images: Sequence[Image]
     ) -> Encoded:
         """Tokenise a rendering whose markers stand for images; its spans count without them.
 

@@ -271,6 +271,11 @@ class SampleOptions(Section):
         description="A text in answers behind which they train, as <|channel|>final<|message|>; "
         "answers without it do not.",
     )
+    train_line_break: bool = Field(
+        False,
+        description="Train the line break that the template puts behind the end of an answer, too, "
+        "as most other tools do.",
+    )
     min_length: int = Field(
         1,
         ge=1,

@@ -297,6 +297,22 @@ def test_answers_train_behind_a_text_in_them_and_texts_end_as_they_are(write, re
     assert data[0]["input_ids"].tolist() == tokenizer.encode("a b c")
 
 
+LINES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+LINES += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_the_line_break_behind_an_answer_trains_where_it_is_wanted(write, ready):
+    tokenizer = with_template(LINES)
+    rows = [chat("q1", "a1", "q2", "a2")]
+    rows[0]["messages"][0]["train"] = True
+    for wanted in (False, True):
+        data = ready(write(rows), tokenizer=tokenizer, train_line_break=wanted)
+        end = "\n" if wanted else ""
+        asked, *answers = trained_texts(tokenizer, data[0])
+        assert answers == [f"a1<|im_end|>{end}", f"a2<|im_end|>{end}"]
+        assert not asked.endswith("\n")
+
+
 CONTENT = "message['content']"
 REFUSED = {
     "changes the text": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT}|upper"),
