@@ -320,9 +320,10 @@ class Family:
     def build(self, **given):
         from lab import built
 
-        given = {"packing": True, **given}
-        kernels = given["packing"] and self.vision.config.model_type in QWEN3_5
-        return built(self.source, sees_images=True, kernels=kernels, **given).model.train()
+        packing = given.get("packing", True)
+        kernels = packing and self.vision.config.model_type in QWEN3_5
+        given = {"packing": packing, "kernels": kernels, **given}
+        return built(self.source, sees_images=True, **given).model.train()
 
     def plain(self, directory=None):
         import torch

@@ -42,12 +42,13 @@ def test_every_family_passes_and_says_whether_kernels_ran(name, dtype):
     assert [row["op"] for row in rows] == [*OPS, "replica", "model"]
     assert {row["family"] for row in rows} == {name}
     ran = "reference" if DEVICE == "cpu" else "ok"
+    ops_on = {*ON, *(("layer_norm", "add_layer_norm") if name == "qwen2_vl" else ())}  # its tower's
     assert [row["status"] for row in rows] == [
-        *(ran if op in ON else "off" for op in OPS),
+        *(ran if op in ops_on else "off" for op in OPS),
         "ok",
         "ok",
     ]
-    on = [row for row in rows if row["op"] in ON]
+    on = [row for row in rows if row["op"] in ops_on]
     assert all((row["speedup"] is None) == (DEVICE == "cpu") for row in on)
     assert json.loads(json.dumps(rows)) == rows
 

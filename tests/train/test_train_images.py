@@ -4,6 +4,9 @@ import pytest
 import torch
 from pictures import KINDS, QWEN3_5, Family
 
+from trainkit.models.swap import is_swapped
+from trainkit.options.vision import VISION
+
 seen = pytest.mark.sample("qwen2_5_vl", "qwen3_vl", "idefics3", "gemma[34]")
 
 
@@ -53,6 +56,20 @@ def test_packed_rows_train_as_each_sample_in_plain_transformers(family):
     # Kernels keep Qwen3.5's documents apart; plain fp32 is 3e-5 off fp64 in such a layer.
     within = 1e-5 if family.vision.config.model_type in QWEN3_5 else 3e-6
     assert_same(gradients(family.build(), [packed]), expected, within)
+
+
+@seen
+def test_kernels_go_into_towers_that_take_images_of_every_size(family):
+    samples, kind = [family.data[index] for index in range(6)], family.vision.config.model_type
+    packed = family.collator(True)([samples])
+    model = family.build(kernels=True)
+    assert_same(gradients(model, [packed]), gradients(family.build(), [packed]))
+    tower = model.base_model.get_submodule(VISION[kind].tower)
+    swapped = {type(module).__name__ for module in tower.modules() if is_swapped(module)}
+    layers = [name for name in swapped if name.endswith(("Block", "Layer"))]
+    assert bool(layers) == bool(swapped) == (KINDS[kind] in ("patches", "rows", "pooled")), swapped
+    turns = {name for name in swapped if name.endswith("Attention")}
+    assert bool(turns) == ("Conv3d" in swapped) == (KINDS[kind] == "patches"), swapped
 
 
 @seen

@@ -42,7 +42,7 @@ from trainkit.models.loss import LossOptions, configure
 from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
-from trainkit.models.proof.replica import code_signature, signature, with_layers
+from trainkit.models.proof.replica import code_signature, shorten_tower, signature, with_layers
 from trainkit.models.tiled import tile
 from trainkit.models.vision import choose_parts
 from trainkit.models.vocabulary import vocabulary_ends
@@ -529,7 +529,8 @@ def _proved(text: str, num_layers: int | None) -> tuple[Any, str | None]:
             config = with_layers(copy.deepcopy(_narrow(text, factor)), num_layers)
             with quiet():
                 model = empty_model(config, trust_remote_code=False)
-            if _text_after_cutting_tower(model) > _MOST_PROVED:
+            away = shorten_tower(model)
+            if sum(p.numel() for p in model.parameters() if p not in away) > _MOST_PROVED:
                 continue
             with quiet(), by_reference(*KERNEL_DTYPES):  # no kernel is compiled for these sizes
                 plan = plan_for(model)
@@ -540,15 +541,6 @@ def _proved(text: str, num_layers: int | None) -> tuple[Any, str | None]:
             return (model, plan), None
         why = next(iter(plan.missing.values()), None)
     return None, why or "no narrow model of its kind could be built"
-
-
-def _text_after_cutting_tower(model: Any) -> int:
-    away = set(map(id, outside_text(model).values()))
-    for module in model.modules():
-        own = {*map(id, module.parameters())} if isinstance(module, nn.ModuleList) else set()
-        if own and own <= away:
-            del module[2:]  # the others are like these
-    return sum(p.numel() for p in model.parameters() if id(p) not in away)
 
 
 def _by_path(model: Any, proved: tuple[Any, Any]) -> Any:

@@ -34,7 +34,13 @@ from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
 from trainkit.models.recompute import is_cheap, is_kept
-from trainkit.models.vision import attend_in_tower, blank_images, parts_of, sees_ahead
+from trainkit.models.vision import (
+    attend_in_tower,
+    blank_images,
+    features_of,
+    parts_of,
+    sees_ahead,
+)
 from trainkit.objectives.distill import DistillLoss
 from trainkit.objectives.objective import LossSetup
 from trainkit.options.vision import VISION
@@ -555,8 +561,7 @@ def _look(
         kept = tracker.live
         tracker.begin("backward")
         if trained:
-            given = [seen.pooler_output, getattr(seen, "deepstack_features", None)]
-            features = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+            features = features_of(seen)
             torch.autograd.backward(features, [torch.zeros_like(each) for each in features])
         tracker.begin("done")
     forward, backward = tracker.phases["forward"], tracker.phases["backward"]

@@ -33,6 +33,7 @@ from trainkit.kernels.linear_cross_entropy.function import CountedLoss
 from trainkit.models.attention.proof import has_experts
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.proof.replica import CPU_VOCABULARY, VOCABULARY, cast, known, make_replica
+from trainkit.models.vision import loss_of_a_small_image
 from trainkit.options.model import OPS
 from trainkit.parallel.parameters import is_whole, where_it_computes
 
@@ -167,6 +168,7 @@ def _check_ops(
     try:
         with recorded([name for row in on for name in row.kernels]) as calls:
             _loss(replica, tokens)
+            loss_of_a_small_image(replica)
     finally:
         again.revert()
     rows = []
@@ -286,7 +288,7 @@ def _loss(model: nn.Module, tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def _loss_and_gradients(model: nn.Module, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    loss = _loss(model, tokens)
+    loss = _loss(model, tokens) + loss_of_a_small_image(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
     found = {name: g for (name, _), g in zip(named, gradients, strict=True) if g is not None}

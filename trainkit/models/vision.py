@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import without_adapters
@@ -25,6 +26,7 @@ from trainkit.models.attention import NAME, OF_IMAGES, register
 from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import num_weights
+from trainkit.models.swap import subclass_of
 from trainkit.options.vision import VISION, tile_tokens, why_unserved
 
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -133,7 +135,11 @@ class Sight:
                 where="model.attn_implementation",
                 fix="set it to auto",
             )
-        attend_in_tower(base.get_submodule(self.family.tower), by_bounds=True)
+        tower = base.get_submodule(self.family.tower)
+        attend_in_tower(tower, by_bounds=True)
+        for module in tower.modules():
+            if type(module) is nn.Conv3d and module.kernel_size == module.stride:
+                module.__class__ = subclass_of(nn.Conv3d, _PatchProduct)
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
         base.get_image_features = functools.update_wrapper(features, self._inner)
@@ -222,6 +228,16 @@ class Sight:
         return blank_images(self.config)
 
 
+class _PatchProduct(nn.Conv3d):
+    """A convolution over one patch a row is a product, which is 20 times as fast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[2:] != self.kernel_size or self.groups > 1 or any(map(int, self.padding)):
+            return super().forward(x)
+        found = nn.functional.linear(x.flatten(1), self.weight.flatten(1), self.bias)
+        return found[:, :, None, None, None]
+
+
 def sees_ahead(config: Any) -> bool:
     """Whether the tokens of an image see one another in some layer."""
     family = VISION.get(config.model_type)
@@ -279,6 +295,27 @@ def blank_images(config: Any, num_tokens: int = 1) -> dict[str, torch.Tensor]:
     each = config.mm_tokens_per_image if kind == "fixed" else tile_tokens(config)
     pixels = torch.zeros(max(int(num_tokens // each), 1), 3, tall, wide)
     return {"pixel_values": pixels[:, None] + 1 if kind == "tiles" else pixels}
+
+
+def loss_of_a_small_image(model: Any) -> torch.Tensor | float:
+    """Of what a tower makes of one, with gradients; 0.0 without one that takes every size."""
+    family = VISION.get(model.config.model_type)
+    sees = family is not None and getattr(model.config, "vision_config", None) is not None
+    if family is None or not sees or family.processor not in ("patches", "rows", "pooled"):
+        return 0.0
+    given = blank_images(model.config, num_tokens=6)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(given["pixel_values"].shape, generator=generator)
+    given["pixel_values"] = drawn.to(model.dtype)
+    given = {name: each.to(model.device) for name, each in given.items()}
+    seen = model.base_model.get_image_features(**given, return_dict=True)
+    return sum(each.square().mean() for each in features_of(seen))
+
+
+def features_of(seen: Any) -> list[torch.Tensor]:
+    """What goes into the text model of what `get_image_features` returns."""
+    found = tree_leaves([seen.pooler_output, getattr(seen, "deepstack_features", None)])
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 _MOST_POOLED = 16

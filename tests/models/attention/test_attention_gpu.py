@@ -14,6 +14,7 @@ from trainkit.errors import TrainkitError
 from trainkit.models import attention
 from trainkit.models.attention import choice, forward
 from trainkit.models.leak_test import leak_test
+from trainkit.models.swap import is_swapped
 from trainkit.models.vision import attend_in_tower
 from trainkit.patching import patch
 
@@ -125,7 +126,7 @@ def test_gradients_of_packed_rows():
 
 
 def test_a_tower_attends_to_all_images_in_one_call(tmp_path, monkeypatch):
-    """Every image attends to itself alone, ahead and back, as SDPA does image by image."""
+    """Every image attends to itself alone, ahead and back, as image by image; with kernels, too."""
     directory = pictures.make_model_directory("qwen3_vl", tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16).cuda()
     tower, found = model.model.visual, []
@@ -134,13 +135,17 @@ def test_a_tower_attends_to_all_images_in_one_call(tmp_path, monkeypatch):
     calls = mock.Mock(wraps=forward.varlen_attn)
     monkeypatch.setattr(forward, "varlen_attn", functools.wraps(forward.varlen_attn)(calls))
     attention.register()
-    for by_bounds in (False, True):
-        attend_in_tower(tower, by_bounds=by_bounds)
+    for way in ("image by image", "by bounds", "with kernels"):
+        attend_in_tower(tower, by_bounds=way != "image by image")
+        if way == "with kernels":
+            patch(model)
+            assert {type(layer) for layer in tower.blocks if is_swapped(layer)}
         given = pixels.to("cuda", torch.bfloat16).requires_grad_()
         seen = tower(given, grid_thw=grid.cuda()).pooler_output
         seen.float().square().sum().backward()
         found.append((seen.detach().float(), given.grad.float()))
-    assert calls.call_count == model.config.vision_config.depth
-    for plain, ours in zip(*found, strict=True):
-        # Each of two layers rounds to 8 bits in another order.
-        assert (ours - plain).norm() <= 4 * 2**-8 * plain.norm()
+    assert calls.call_count == 2 * model.config.vision_config.depth
+    for way in found[1:]:
+        for plain, ours in zip(found[0], way, strict=True):
+            # Each of two layers rounds to 8 bits in another order.
+            assert (ours - plain).norm() <= 4 * 2**-8 * plain.norm()

@@ -39,6 +39,7 @@ from trainkit.models.proof.replica import (
 from trainkit.models.proof.rewritten import JoinedNorm, Rewritten, find_turn, turning_functions
 from trainkit.models.proof.source import methods, names_in, redirected
 from trainkit.models.swap import KernelForward, plain_class, subclass_of
+from trainkit.models.vision import loss_of_a_small_image
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import OPS
 
@@ -272,7 +273,7 @@ class _Seen:
     result: Any
 
 
-def _batch(replica: Any, shape: tuple[int, int] = _TOKENS) -> dict[str, Tensor]:
+def _batch(replica: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     size = replica.config.get_text_config().vocab_size
     ids = torch.randint(min(3, size - 1), size, shape, generator=generator)
@@ -346,7 +347,7 @@ def _first_calls(replica: Any, shape: tuple[int, int]) -> list[_Seen]:
     with ExitStack() as stack, torch.no_grad(), Wide():
         for each in replica.modules():
             stack.enter_context(each.register_forward_hook(hook, with_kwargs=True))
-        replica(**_batch(replica, shape))
+        _loss(replica, shape)
     return list(seen.values())
 
 
@@ -458,7 +459,7 @@ def _settle(replica: Any, plan: Plan) -> None:
     with Wide():
         truth = _step(replica)
         with other_mode(replica):
-            evaluated = _loss_of(replica)
+            evaluated = _evaluated(replica)
 
     def attempt(labels: Iterable[str]) -> tuple[float, str]:
         try:
@@ -466,7 +467,7 @@ def _settle(replica: Any, plan: Plan) -> None:
             with Wide(), changed((each, "__class__", kind) for each, kind in found.items()):
                 first = furthest(truth, _step(replica))
                 with other_mode(replica):
-                    second = relative(_loss_of(replica), evaluated), "the loss in evaluation"
+                    second = relative(_evaluated(replica), evaluated), "the loss in evaluation"
             return max(first, second, key=lambda each: each[0])
         except FAILURES as error:
             return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -518,16 +519,18 @@ def replace_labels(plan: Plan, labels: set[str]) -> Plan:
 
 def _step(replica: Any) -> dict[str, Tensor | None]:
     replica.zero_grad(set_to_none=True)
-    loss = replica(**_batch(replica)).loss
+    loss = _loss(replica)
     loss.backward()
     gradients = {f"d {name}": each.grad for name, each in replica.named_parameters()}
     return {"the loss": loss.detach().double(), **gradients}
 
 
-@torch.no_grad()
-def _loss_of(replica: Any) -> Tensor:
-    loss: Tensor = replica(**_batch(replica)).loss
-    return loss
+def _loss(replica: Any, shape: tuple[int, int] = _TOKENS) -> Tensor:
+    loss: Tensor = replica(**_batch(replica, shape)).loss
+    return loss + loss_of_a_small_image(replica)
+
+
+_evaluated = torch.no_grad()(_loss)
 
 
 def _silence(replica: Any) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import PatchError
+from trainkit.models.frozen import outside_text
 from trainkit.models.linears import kind_of
 from trainkit.models.swap import plain_class
 from trainkit.parallel.parameters import made_whole, where_it_computes
@@ -134,6 +135,7 @@ def make_replica(
     with made_whole(), drawing, device:
         torch.manual_seed(0)
         replica: PreTrainedModel = plain_class(causal_lm)(config)
+        shorten_tower(replica)
         for name, parameter in replica.named_parameters():
             # Norms begin at one and biases at zero: that would hide much.
             if parameter.dim() == 1 or name.endswith("bias"):
@@ -146,6 +148,16 @@ def make_replica(
         for end in _ends(replica):
             end.requires_grad_(False)
     return cast(replica, dtype).eval()
+
+
+def shorten_tower(model: nn.Module) -> set[nn.Parameter]:
+    """Leave two layers in each list of what sees, the others being like them; its parameters."""
+    away = set(outside_text(model).values())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for layers in lists:
+        if away.issuperset(own := [*layers.parameters()]) and own:
+            del layers[2:]
+    return away
 
 
 _GROUPS = ("n_group", "num_expert_groups")

@@ -202,6 +202,9 @@ def kernel_for(function: FunctionType, turn: Turn) -> Callable[..., Any]:
             for name, value in given.items()
             if isinstance(value, Tensor) and name not in _ANGLES
         ]
+        has_no_batch = states[0].dim() == 3
+        if has_no_batch:  # a tower's: (S, heads, D)
+            states = [each[None] for each in states]
         if states[0].shape[3 - turn.heads] == 1 and not torch.is_grad_enabled():
             return function(*args, **kwargs)
         cos, sin = _angles(given, turn)
@@ -212,6 +215,8 @@ def kernel_for(function: FunctionType, turn: Turn) -> Callable[..., Any]:
         turned = kernels.apply_rope(states[0], states[-1], cos, sin, interleaved=turn.interleaved)
         if turn.heads == 2:
             turned = (turned[0].transpose(1, 2), turned[1].transpose(1, 2))
+        if has_no_batch:
+            turned = (turned[0][0], turned[1][0])
         return turned if len(states) == 2 else turned[0]
 
     return apply_any
@@ -262,6 +267,8 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
     flat = [*args, *kwargs.values()]
     names = [*list(inspect.signature(function).parameters)[: len(args)], *kwargs]
     places = [i for i, each in enumerate(flat) if _is_states(each) and names[i] not in _ANGLES]
+    most = max([flat[i].dim() for i in places], default=0)
+    places = [i for i in places if flat[i].dim() == most]
     wide = [_wide(each) for each in flat]
     inputs = [draw(*flat[i].shape, seed=i).to(flat[i].device) for i in places]
 
@@ -280,7 +287,7 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
     truth = Truth(on(function, wide), inputs, ())
     if truth.error:
         return Finding("rope", "refused", truth.error[1])
-    repeats = _repeats(wide)
+    repeats = _repeats([each for i, each in enumerate(wide) if i not in places])
     variants = (turn for turn in turns() if turn.angles or turn.interleaved or repeats)
     fit = first_fit(truth, variants, lambda turn: on(kernel_for(function, turn), wide))
     if fit.reason:
@@ -295,15 +302,14 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _repeats(flat: list[Any]) -> bool:
     """Whether the second half of the angles repeats the first, as the kernel takes for granted."""
-    tables = [each for each in flat if isinstance(each, Tensor) and not _is_states(each)]
-    tables = [each for each in tables if each.is_floating_point()]
+    tables = [each for each in flat if isinstance(each, Tensor) and each.is_floating_point()]
     return all(
         relative(*reversed(each.chunk(2, -1))) == 0.0 for each in tables if each.shape[-1] % 2 == 0
     )
 
 
 def _is_states(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 4
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (3, 4)
 
 
 def _wide(value: Any) -> Any:
