@@ -92,6 +92,8 @@ def _serve():
     torch.set_num_threads(1)
     give_forks_their_own_threads()
     _warm()
+    # Processes are killed here, and no machine: what a disk does not have yet is not lost.
+    os.fsync = lambda descriptor: None
     gc.freeze()  # what is imported stays: no collection walks over it, or copies it, again
     # Its C++ build takes a minute; gloo gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -171,7 +173,7 @@ def _run_case(request, port):
             for pid in list(waiting):
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     waiting.discard(pid)
-            time.sleep(0.02)
+            time.sleep(0.005)
         for pid in waiting:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
