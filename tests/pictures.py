@@ -94,7 +94,7 @@ def make_config(model_type, tokenizer):
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
@@ -121,7 +121,7 @@ def make_config(model_type, tokenizer):
             rope["mrope_section"] = [2, 1, 1]
             heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
             sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-            layers = ["linear_attention", "full_attention"]
+            layers = ["linear_attention", "full_attention", "linear_attention"]
             text |= {"head_dim": 16, "layer_types": layers, **heads, **sizes}
             vision |= {"num_position_embeddings": 64}
         if model_type == "qwen3_5_moe":
@@ -153,7 +153,7 @@ def make_config(model_type, tokenizer):
             pad_token_id=tokenizer.pad_token_id,
         )
     if kind == "fixed":
-        layers = ["sliding_attention", "full_attention"]
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
         own = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
         return AutoConfig.for_model(
             model_type,
@@ -165,7 +165,7 @@ def make_config(model_type, tokenizer):
             image_token_index=token("<image_soft_token>"),
         )
     if kind == "pooled":
-        layers = ["sliding_attention", "full_attention"]
+        layers = ["sliding_attention", "sliding_attention", "full_attention"]
         own = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": layers}
         own |= {"vocab_size_per_layer_input": len(tokenizer), "hidden_size_per_layer_input": 8}
         sizes = {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 2}
