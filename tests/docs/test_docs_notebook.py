@@ -23,17 +23,10 @@ def test_the_cells_run_in_order(tmp_path, monkeypatch, capsys):
         if text.startswith("!"):
             program, *words = shlex.split(text[1:])
             assert program == "trainkit"
-            short = (
-                [
-                    "training.max_steps=3",
-                    "generation_eval=null",
-                    "training.eval_strategy=no",
-                    "data.train=[quickstart/held_out.jsonl]",
-                ]
-                if "sft" in words
-                else []
-            )
-            said = trainkit(tmp_path, *words, *short)
+            if "sft" in words:
+                words += ["training.max_steps=3", "generation_eval=null"]
+                words += ["training.eval_strategy=no", "data.train=[quickstart/held_out.jsonl]"]
+            said = trainkit(tmp_path, *words)
             assert said.code == 0, said.err
             continue
         exec(compile(text, cell["id"], "exec"), names)
