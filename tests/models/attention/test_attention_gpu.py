@@ -134,7 +134,6 @@ def test_a_tower_attends_to_all_images_in_one_call(tmp_path, monkeypatch):
     pixels = torch.randn(int(grid.prod(1).sum()), 96, generator=torch.Generator().manual_seed(0))
     calls = mock.Mock(wraps=forward.varlen_attn)
     monkeypatch.setattr(forward, "varlen_attn", functools.wraps(forward.varlen_attn)(calls))
-    attention.register()
     for way in ("image by image", "by bounds", "with kernels"):
         attend_in_tower(tower, by_bounds=way != "image by image")
         if way == "with kernels":
