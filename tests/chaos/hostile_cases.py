@@ -58,11 +58,7 @@ def safetensors(path, header, body=bytes(32), length=None):
 
 
 @cases(
-    parent="../m/model.safetensors",
-    absolute="/etc/passwd",
-    device="/dev/zero",
-    number=3,
-    deep=None,
+    parent="../m/model.safetensors", absolute="/etc/passwd", device="/dev/zero", number=3, deep=None
 )
 def index_of_weights(root, shard):
     (root / "m/model.safetensors").rename(root / "m/other.safetensors")

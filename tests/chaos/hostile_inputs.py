@@ -20,10 +20,7 @@ from chaos.hostile_cases import (
 )
 
 
-@cases(
-    layers=("num_hidden_layers", 10**9),
-    digits=("vocab_size", 10**400),
-)
+@cases(layers=("num_hidden_layers", 10**9), digits=("vocab_size", 10**400))
 def number_of_a_model(root, given):
     change_json(root / "m/config.json", **dict([given]))
     return SFT
@@ -191,10 +188,7 @@ def doubling(text, times=60):
 
 @cases(
     doubles=("normalizer", doubling("a")),
-    long=(
-        "normalizer",
-        {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 10**7},
-    ),
+    long=("normalizer", {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 10**7}),
 )
 def step_of_a_tokenizer(root, given):
     path = root / "m/tokenizer.json"

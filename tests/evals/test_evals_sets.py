@@ -223,12 +223,7 @@ def add_empty_lines(content):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        add_a_byte_order_mark,
-        end_lines_as_windows_does,
-        end_lines_as_unix_does,
-        add_empty_lines,
-    ],
+    [add_a_byte_order_mark, end_lines_as_windows_does, end_lines_as_unix_does, add_empty_lines],
 )
 def test_how_a_file_was_saved_changes_no_question(sets, tmp_path, change):
     write_sets(tmp_path)

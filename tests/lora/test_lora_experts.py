@@ -1,10 +1,11 @@
 """Mixture-of-experts models: what all-linear adapts, what is refused, and what the report says."""
 
+from operator import itemgetter
 from unittest import mock
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit import kernels
@@ -132,6 +133,47 @@ def test_experts_have_a_rank_of_their_own(tmp_path):
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(make("qwen3_moe"), tmp_path).eval()
     torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_ranks_of_some_are_those_that_peft_makes_of_the_experts_names(tmp_path):
+    """Of gate_proj and up_proj peft makes the experts' gate_up_proj, at twice rank and alpha."""
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
+    plain = get_peft_model(make("glm4_moe"), config)
+    both = ("experts.gate_up_proj", "experts.down_proj")
+    doubled = {"rank_pattern": {both[0]: 8}, "alpha_pattern": {both[0]: 16.0}}
+    options = LoraOptions(
+        r=4, alpha=8, target_modules=["q_proj"], target_parameters=both, **doubled
+    )
+    model = attach(make("glm4_moe"), options)
+    shapes = {n: p.shape for n, p in plain.named_parameters() if p.requires_grad}
+    assert {n: p.shape for n, p in model.named_parameters() if p.requires_grad} == shapes
+    key = itemgetter("kind")
+    adapted = [sorted(describe_adapters(each)["adapted"], key=key) for each in (model, plain)]
+    assert adapted[0] == adapted[1]
+    assert {row["r"] for row in adapted[0]} == {4, 8}
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 96, (2, 9))
+    patch(model)  # trainkit's one op of experts with adapters, and its fused layers
+    torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"rank_pattern": {"o_proj": 8}}, "lora.rank_pattern"),
+        ({"alpha_pattern": {"q_prj": 8}}, "lora.alpha_pattern"),
+    ],
+)
+def test_a_rank_of_what_is_not_adapted_is_refused(given, where):
+    with pytest.raises(ModelError) as error:
+        attach(make("glm4_moe"), LoraOptions(r=4, target_modules=["q_proj"], **given))
+    assert error.value.where == where
 
 
 @pytest.mark.parametrize(

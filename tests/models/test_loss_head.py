@@ -121,10 +121,7 @@ def _own_loss(model):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        (_lora_on_head, "lm_head has become a Linear"),
-        (_own_loss, "its own loss function"),
-    ],
+    [(_lora_on_head, "lm_head has become a Linear"), (_own_loss, "its own loss function")],
 )
 def test_what_needs_logits_after_the_patch_gets_them_with_a_reason(change, reason, caplog):
     loss_head._log_once.cache_clear()
@@ -164,10 +161,7 @@ def test_what_needs_logits_before_the_patch_is_reported(change, reason):
 
 @pytest.mark.parametrize(
     ("extra", "reason"),
-    [
-        ({"logits_to_keep": torch.arange(11)}, "logits_to_keep"),
-        ({"return_dict": False}, "tuple"),
-    ],
+    [({"logits_to_keep": torch.arange(11)}, "logits_to_keep"), ({"return_dict": False}, "tuple")],
 )
 def test_calls_that_ask_for_logits_get_them(extra, reason, caplog):
     loss_head._log_once.cache_clear()

@@ -34,6 +34,7 @@ from trainkit.options import LoraOptions
 from trainkit.patterns import ends_in, refuse_endless
 from trainkit.places import regular_files
 
+_UNMATCHED = r"The following \w+_pattern keys did not match"
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -67,8 +68,10 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": options.changes_base or options.init_lora_weights,
     }
-    if options.experts_r is not None:  # by peft's patterns of the ends of names
-        given["rank_pattern"] = {re.escape(name): options.experts_r for name in targets.experts}
+    ranks = dict.fromkeys(targets.experts if options.experts_r else (), options.experts_r)
+    ranks |= options.rank_pattern
+    for key, named in (("rank_pattern", ranks), ("alpha_pattern", options.alpha_pattern)):
+        given[key] = {re.escape(name): value for name, value in named.items()}  # ends of names
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
     if is_oft:
         named = {name: value for name, value in given.items() if name in own}
@@ -93,8 +96,8 @@ def attach(
     with with_shapes(model):
         targets = resolve_and_check(model, options)
     in_float32 = options.adapter_dtype == "float32"
-    if targets.experts:  # peft looks for their patterns among modules only, and says so
-        warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
+    if targets.parameters:  # peft looks for their patterns among modules only, and says so
+        warnings.filterwarnings("ignore", _UNMATCHED)
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
         with with_shapes(model):
@@ -159,7 +162,7 @@ def load_adapter(
     try:
         with warnings.catch_warnings(record=True) as said, with_shapes(model):
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
+            warnings.filterwarnings("ignore", _UNMATCHED)
             wrapped = PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
     except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise

@@ -73,6 +73,14 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
     parameters = [name for name, _ in model.named_parameters()]
     check_names("target_parameters", options.target_parameters, parameters)
     targets = _targets(model, options)
+    adapted = [each for each in parameters if ends_in(each, targets.parameters)]
+    adapted += [
+        each
+        for each in names
+        if targets.modules == ALL_LINEAR or is_targeted(each, targets.modules)
+    ]
+    for key in ("rank_pattern", "alpha_pattern"):
+        check_names(key, [*getattr(options, key)], adapted)
     if options.experts_r is not None and not targets.experts:
         raise RecipeError(
             "experts_r is the rank of adapters on experts, and none is adapted",

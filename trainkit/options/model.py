@@ -367,14 +367,9 @@ def why_not_initialisation(value: bool | str) -> str | None:
 
 _VARIANT = "trainkit trains plain LoRA, rsLoRA, DoRA and LoRA+"
 _SET_BY_TRAINKIT = "trainkit sets it itself"
-_ONE_RANK = (
-    "every adapter has rank lora.r, those of experts lora.experts_r; give the modules to adapt in "
-    "lora.target_modules"
-)
 
 NOT_TAKEN: Mapping[str, str] = {
     "alora_invocation_tokens": _VARIANT,
-    "alpha_pattern": _ONE_RANK,
     "arrow_config": _VARIANT,
     "auto_mapping": _SET_BY_TRAINKIT,
     "base_model_name_or_path": "the base is model.name_or_path",
@@ -397,7 +392,6 @@ NOT_TAKEN: Mapping[str, str] = {
     "peft_type": _SET_BY_TRAINKIT,
     "peft_version": _SET_BY_TRAINKIT,
     "qalora_group_size": _VARIANT,
-    "rank_pattern": _ONE_RANK,
     "revision": "the revision is model.revision",
     "runtime_config": _SET_BY_TRAINKIT,
     "task_type": _SET_BY_TRAINKIT,
@@ -422,6 +416,7 @@ _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
     *(("r", 16), ("alpha", 32), ("dropout", 0.0), ("experts_r", None), ("target_parameters", [])),
     *(("use_rslora", False), ("use_dora", False), ("init_lora_weights", True)),
     *(("lora_bias", False), ("lora_plus_ratio", None), ("quantize", None)),
+    *(("rank_pattern", {}), ("alpha_pattern", {})),
 )
 """What orthogonal adapters have no part of, as it is where nobody says it."""
 
@@ -452,6 +447,13 @@ class LoraOptions(Section):
     experts_r: int | None = Field(
         None, ge=1, le=16_384, description="Rank of the experts' adapters, where not r."
     )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=16_384)]] = Field(
+        default_factory=dict,
+        description="Ranks of some layers or parameters, by the ends of their names: {o_proj: 8}.",
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Their alpha, where it is not alpha."
+    )
     exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
     vision: bool = Field(
         False,
@@ -472,8 +474,7 @@ class LoraOptions(Section):
         "dots, as out_proj or layers.0.",
     )
     quantize_head: bool = Field(
-        False,
-        description="nf4 packs the output layer, too, where it is not the embedding.",
+        False, description="nf4 packs the output layer, too, where it is not the embedding."
     )
     oft_block_size: int | None = Field(
         None,
@@ -578,6 +579,12 @@ class LoraOptions(Section):
                     f"set lora.quantize: nf4, or remove lora.{key}; model.fp8 says it of fp8",
                 )
         init = self.init_lora_weights
+        if self.changes_base and (self.rank_pattern or self.alpha_pattern):
+            raise broken_rule(
+                "lora.rank_pattern",
+                f"init_lora_weights: {init} is saved with twice one rank",
+                "remove one of the two",
+            )
         if isinstance(init, bool):
             return self
         key = "lora.init_lora_weights"

@@ -169,8 +169,7 @@ def _form(value: object) -> str:
 
 
 Recompute = Annotated[
-    Annotated[Word, Tag("word")] | Annotated[RecomputeOptions, Tag("section")],
-    Discriminator(_form),
+    Annotated[Word, Tag("word")] | Annotated[RecomputeOptions, Tag("section")], Discriminator(_form)
 ]
 """A word, or a section."""
 

@@ -89,7 +89,7 @@ def tile_tokens(config: Any) -> int:
 
 
 UNSERVED: Mapping[str, str] = {
-    "qwen3_vl_moe": "its experts were never proved with the positions of images",
+    "qwen3_vl_moe": "its experts were never proved with the positions of images"
 }
 """Families that have been looked at, and why their images are not read."""
 

@@ -44,10 +44,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        strategy: Strategy,
-        process: ProcessRank,
-        options: ParallelOptions | None = None,
+        cls, strategy: Strategy, process: ProcessRank, options: ParallelOptions | None = None
     ) -> Layout:
         """Resolve a strategy for a process; imports the engine."""
         options = options or ParallelOptions()

@@ -15,13 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig, MambaConfig
 
 from trainkit.errors import ModelError
-from trainkit.models.attention import (
-    Attention,
-    attention_heads,
-    forward,
-    proof,
-    resolve_attention,
-)
+from trainkit.models.attention import Attention, attention_heads, forward, proof, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.pattern import make_mask
 from trainkit.models.attention.proof import small_batches

@@ -64,9 +64,7 @@ def test_the_leak_test_sees_varlen_given_one_document(monkeypatch):
     model = model_with("qwen2", "varlen")
     documents = choice.Documents
     monkeypatch.setattr(
-        choice,
-        "Documents",
-        lambda bounds, longest, shared: documents(bounds[[0, -1]], 2 * 64),
+        choice, "Documents", lambda bounds, longest, shared: documents(bounds[[0, -1]], 2 * 64)
     )
     with pytest.raises(TrainkitError, match="leak"):
         leak_test(model, attention="varlen", vocab_size=128)

@@ -7,12 +7,7 @@ from test_attention_choice import varlen_on_cpu  # noqa: F401
 from tiny import DELTA_NET, attending, make_qwen2
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import MistralConfig, MistralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.masking_utils import causal_mask_function
 
 from trainkit.data.collator import PackingCollator

@@ -255,10 +255,7 @@ class Placeholder(nn.Module):
     """
 
     def __init__(
-        self,
-        stood: nn.Module,
-        num_outputs: int = 0,
-        swap: Callable[[Tensor], Tensor] | None = None,
+        self, stood: nn.Module, num_outputs: int = 0, swap: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         super().__init__()
         for name, value in vars(stood).items():

@@ -293,10 +293,7 @@ class Steps:
         self._made_for = (0, 0)
 
     def run(
-        self,
-        batches: Sequence[Mapping[str, Any]],
-        loss: RunLoss,
-        gather: Callable[[], object],
+        self, batches: Sequence[Mapping[str, Any]], loss: RunLoss, gather: Callable[[], object]
     ) -> torch.Tensor:
         """Add a step's gradients to those of the parameters.
 

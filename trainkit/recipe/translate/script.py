@@ -179,6 +179,8 @@ class Script:
         self.path = path
         self.names: dict[str, Any] = {}
         self.functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        self.idle = {n.name for n in classes if _body(n) in _idle_callbacks()}
         self.trainers: list[Thing] = []
         self.lost: list[tuple[str, str]] = []
 
@@ -401,6 +403,11 @@ class Script:
         if owner.kind == "tokenizer" and name == "apply_chat_template":
             return _chat(args, words, node)
         if owner.kind != "rows":
+            if (
+                name == "add_callback"
+                and {_name(a.func) for a in node.args if isinstance(a, ast.Call)} & self.idle
+            ):
+                return owner
             if name in _CHANGES:
                 what = f"{ast.unparse(node.func)}(...)"
                 self.lost.append((what, "it may change what is trained"))
@@ -566,8 +573,17 @@ class Script:
 
 
 def _same(known: ast.FunctionDef, function: ast.FunctionDef) -> bool:
-    return [ast.dump(each) for each in (known.args, *known.body)] == [
-        ast.dump(each) for each in (function.args, *function.body)
+    return [ast.dump(known.args), *_body(known)] == [ast.dump(function.args), *_body(function)]
+
+
+def _body(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    return [ast.dump(each) for each in node.body]
+
+
+def _idle_callbacks() -> list[list[str]]:
+    texts = tool_table("unsloth")["callbacks"]
+    return [
+        _body(node) for node in ast.parse("".join(texts)).body if isinstance(node, ast.ClassDef)
     ]
 
 
