@@ -109,10 +109,7 @@ _CHINESE = (
     *("logiqa-zh", "jec-qa-kd", "jec-qa-ca", "gaokao-chinese", "gaokao-geography"),
     *("gaokao-history", "gaokao-biology", "gaokao-chemistry", "gaokao-physics", "gaokao-mathqa"),
 )
-_CLOZE = {
-    "math": ("Q: ", "\nA: The answer is"),
-    "gaokao-mathcloze": ("问题：", "\n答案："),
-}
+_CLOZE = {"math": ("Q: ", "\nA: The answer is"), "gaokao-mathcloze": ("问题：", "\n答案：")}
 _AGIEVAL_LETTERS = "ABCDEFG"
 
 

@@ -16,12 +16,7 @@ from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_loss
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
-from trainkit.kernels.rms_norm.function import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    rms_norm,
-)
+from trainkit.kernels.rms_norm.function import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from trainkit.kernels.rms_norm.gated import gated_rms_norm
 from trainkit.kernels.rope.function import apply_rope
 from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed

@@ -32,9 +32,7 @@ def refuse_unfit_feeding(
     ):
         if is_asked and not can:
             raise RecipeError(
-                f"{objective.name} {what}",
-                where=key,
-                fix=f"set {key.partition('.')[2]}: false",
+                f"{objective.name} {what}", where=key, fix=f"set {key.partition('.')[2]}: false"
             )
     if splits_rows and not objective.splits_rows:
         raise RecipeError(

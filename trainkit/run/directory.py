@@ -25,12 +25,7 @@ from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError,
 from trainkit.places import checkpoints_in, regular_files, step_of
 from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
-from trainkit.run.files import (
-    RunGoneError,
-    explain_os_errors,
-    write_json_atomic,
-    write_text_atomic,
-)
+from trainkit.run.files import RunGoneError, explain_os_errors, write_json_atomic, write_text_atomic
 from trainkit.run.metrics import MetricsWriter
 from trainkit.run.status import Status, exit_reason, read_status, this_process
 

@@ -21,11 +21,7 @@ from trainkit.errors import RunDirectoryError
 from trainkit.places import checkpoints_in, step_of
 from trainkit.redact import REDACTED, redact, redact_argv
 from trainkit.run.directory import RunDirectory, file_name, is_unfinished
-from trainkit.run.files import (
-    explain_os_errors,
-    jsonable,
-    write_text_atomic,
-)
+from trainkit.run.files import explain_os_errors, jsonable, write_text_atomic
 from trainkit.run.status import utc_now
 
 RETIRED = "retired-"

@@ -53,11 +53,7 @@ def token_losses_reference(logits: Tensor, labels: Tensor, options: LossOptions 
 
 
 def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    num_items: Tensor | int | None = None,
-    **loss: Any,
+    logits: Tensor, labels: Tensor, *, num_items: Tensor | int | None = None, **loss: Any
 ) -> Tensor:
     """``sum of the token losses / num_items``; 0 with zero gradients when num_items is 0.
 

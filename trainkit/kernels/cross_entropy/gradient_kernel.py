@@ -45,14 +45,7 @@ def _columns(NUM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    x,
-    cols,
-    label,
-    top,
-    factors,
-    SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    NUM: tl.constexpr,
+    x, cols, label, top, factors, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, NUM: tl.constexpr
 ):
     factor, floor, label_gradient = factors
     value = _cap(x, SOFTCAP)

@@ -13,12 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit.kernels.experts.route_kernel import ROWS, Route
-from trainkit.kernels.launch import (
-    INTERPRETING,
-    num_multiprocessors,
-    run_jitted,
-    shared_bytes,
-)
+from trainkit.kernels.launch import INTERPRETING, num_multiprocessors, run_jitted, shared_bytes
 from trainkit.kernels.lora.products import precision
 
 _LARGE_SHARED = 200 * 1024

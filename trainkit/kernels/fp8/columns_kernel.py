@@ -157,12 +157,7 @@ def _find_scales(x: Tensor, row_factor: Tensor, scales: Tensor) -> None:
     )
     block, block_width = (32, 64) if not INTERPRETING else (128, 1024)
     SCALES.launch(
-        -(-width // block_width),
-        (magnitudes, scales),
-        (),
-        (parts, width),
-        (block, block_width),
-        4,
+        -(-width // block_width), (magnitudes, scales), (), (parts, width), (block, block_width), 4
     )
 
 

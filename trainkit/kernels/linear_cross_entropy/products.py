@@ -8,12 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainkit.kernels.fp8.function import (
-    fits_fp8,
-    fp8_matmul,
-    fp8_quantize,
-    fp8_quantize_columns,
-)
+from trainkit.kernels.fp8.function import fits_fp8, fp8_matmul, fp8_quantize, fp8_quantize_columns
 from trainkit.kernels.fp8.trained import Codes, Directions
 from trainkit.kernels.launch import HAS_TRITON, is_on_gpu, runs_kernel
 

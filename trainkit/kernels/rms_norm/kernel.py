@@ -175,12 +175,7 @@ def _backward(
 
 @triton.jit(do_not_specialize=["num_partials"])
 def _sum_partials(
-    partial_ptr,
-    dw_ptr,
-    num_partials,
-    H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    partial_ptr, dw_ptr, num_partials, H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     cols = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_P, BLOCK_H], dtype=partial_ptr.dtype.element_ty)
@@ -358,12 +353,7 @@ def sum_partials(partial: Tensor, like: Tensor) -> Tensor:
     sums = like.new_empty(width)
     block_p, block_h, warps = SUM_CONFIG
     SUM_PARTIALS.launch(
-        -(-width // block_h),
-        (partial, sums),
-        (),
-        (programs,),
-        (width, block_p, block_h),
-        warps,
+        -(-width // block_h), (partial, sums), (), (programs,), (width, block_p, block_h), warps
     )
     return sums
 

@@ -76,11 +76,7 @@ def _turn(
     if R < D:
         cols = R + tl.arange(0, BLOCK_REST)
         mask = token_mask[:, None, None] & (cols < D)[None, None, :]
-        tl.store(
-            dst + cols[None, None, :],
-            _load(src + cols[None, None, :], mask),
-            mask=mask,
-        )
+        tl.store(dst + cols[None, None, :], _load(src + cols[None, None, :], mask), mask=mask)
 
 
 @triton.jit

@@ -383,7 +383,6 @@ class Script:
         return Unknown(ast.unparse(node))
 
     def _responses_only(self, trainer: Any, words: dict[str, Any]) -> Any:
-        """The trainer, of whose texts the answers train."""
         part = words.get("response_part", "assistant")
         behind = re.fullmatch(r"<\|start\|>assistant(.+)", part) if isinstance(part, str) else None
         if behind is not None and isinstance(trainer, Thing):
@@ -437,7 +436,6 @@ class Script:
         return owner.but(lost=f".{name}({', '.join(map(ast.unparse, node.args))})"[:60])
 
     def _part(self, rows: Thing, key: str) -> Thing:
-        """A split of several, of the parts that were made, or a column."""
         if "held_out" in rows.values:
             return rows.but(part=key)
         if "drawn" in rows.values and key == "train":
@@ -473,7 +471,6 @@ class Script:
         return {"*": Unknown(getattr(node, "id", "a function"))}
 
     def _row_of(self, rows: Thing, target: ast.expr) -> "Script":
-        """What an expression over one row of them is read by."""
         inner = Script(ast.Module([], []), self.path)
         inner.names = {**self.names, "MADE": dict(rows.values["columns"])}
         inner._bind(target, "ROW")
@@ -711,7 +708,6 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
 
 
 def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
-    """Our format of rows that a function made."""
     if isinstance(shape, Chat):
         turns = shape.turns
         if isinstance(turns, Column):
