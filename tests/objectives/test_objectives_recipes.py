@@ -118,8 +118,7 @@ def test_an_estimate_counts_both_answers_and_says_what_it_leaves_out(tmp_path):
     found = {}
     for objective in ("sft", "orpo", "distill"):
         text = f"objective: {objective}\nmodel: {{name_or_path: Qwen/Qwen2.5-7B-Instruct}}\n"
-        text += "data: {train: [d.jsonl], max_length: 512, packing: true}\n"
-        text += "lora: {r: 8}\n"  # which fits: no other way is looked for
+        text += "lora: {r: 8}\ndata: {train: [d.jsonl], max_length: 512, packing: true}\n"
         (tmp_path / "r.yaml").write_text(text)
         said = trainkit(tmp_path, "estimate", "r.yaml", "--gpu", "h100", "--json")
         assert said.code == 0, said.err

@@ -62,7 +62,7 @@ def install() -> None:
             "Use a Triton between 3.6 and 3.9, or fix trainkit/kernels/interpreter.py."
         )
     _wrap_bf16(builder, interpreter, tl)
-    _serialise_launches(interpreter.GridExecutor)
+    _serialise_launches(interpreter)
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
         _remember_names(interpreter, tl)
     if hasattr(interpreter, "_patch_lang_tensor"):
@@ -154,7 +154,9 @@ def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
     builder.create_dot = create_dot
 
 
-def _serialise_launches(executor: Any) -> None:
+def _serialise_launches(interpreter: Any) -> None:
+    patched: set[str] = set()
+    executor, patch = interpreter.GridExecutor, interpreter._patch_lang
     lock = threading.RLock()
     launch = executor.__call__
 
@@ -162,6 +164,14 @@ def _serialise_launches(executor: Any) -> None:
         # One numpy program after another already uses the machine; torch's own threads would only
         # wait for each other around tiny copies.
         with lock, torch.no_grad():
+            patched.clear()
             return launch(self, *args, **kwargs)
 
-    executor.__call__ = locked
+    def patch_once(function: Any) -> Any:
+        """A function that a kernel calls finds what was swapped for the kernel, until it ends."""
+        if function.__module__ in patched:
+            return None
+        patched.add(function.__module__)
+        return patch(function)
+
+    executor.__call__, interpreter._patch_lang = locked, patch_once
