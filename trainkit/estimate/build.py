@@ -503,6 +503,7 @@ _MOST_PROVED = 60_000_000
 @functools.cache
 def _narrow(text: str, factor: int) -> Any:
     config = config_of(text)
+    shorten_tower(config)
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for key, value in list(vars(part).items()):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -529,7 +530,7 @@ def _proved(text: str, num_layers: int | None) -> tuple[Any, str | None]:
             config = with_layers(copy.deepcopy(_narrow(text, factor)), num_layers)
             with quiet():
                 model = empty_model(config, trust_remote_code=False)
-            away = shorten_tower(model)
+            away = set(outside_text(model).values())
             if sum(p.numel() for p in model.parameters() if p not in away) > _MOST_PROVED:
                 continue
             with quiet(), by_reference(*KERNEL_DTYPES):  # no kernel is compiled for these sizes

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import FAILURES, empty_model
 from trainkit.errors import PatchError
-from trainkit.models.frozen import outside_text
 from trainkit.models.linears import kind_of
 from trainkit.models.swap import plain_class
+from trainkit.options.vision import VISION
 from trainkit.parallel.parameters import made_whole, where_it_computes
 
 _PER_TOKEN = re.compile(
@@ -124,6 +124,7 @@ def make_replica(
     config = with_layers(copy.deepcopy(causal_lm.config), needed)
     text = config.get_text_config()
     config.use_cache = text.use_cache = False
+    shorten_tower(config)
     if few_experts:
         _cut_experts(text)
     most = CPU_VOCABULARY if device.type == "cpu" else VOCABULARY
@@ -135,7 +136,6 @@ def make_replica(
     with made_whole(), drawing, device:
         torch.manual_seed(0)
         replica: PreTrainedModel = plain_class(causal_lm)(config)
-        shorten_tower(replica)
         for name, parameter in replica.named_parameters():
             # Norms begin at one and biases at zero: that would hide much.
             if parameter.dim() == 1 or name.endswith("bias"):
@@ -150,14 +150,12 @@ def make_replica(
     return cast(replica, dtype).eval()
 
 
-def shorten_tower(model: nn.Module) -> set[nn.Parameter]:
-    """Leave two layers in each list of what sees, the others being like them; its parameters."""
-    away = set(outside_text(model).values())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for layers in lists:
-        if away.issuperset(own := [*layers.parameters()]) and own:
-            del layers[2:]
-    return away
+def shorten_tower(config: Any) -> None:
+    """Leave two layers in what sees, the others being like them."""
+    vision = getattr(config, "vision_config", None) if config.model_type in VISION else None
+    for name in ("depth", "num_hidden_layers"):
+        if isinstance(getattr(vision, name, None), int):
+            setattr(vision, name, min(getattr(vision, name), 2))
 
 
 _GROUPS = ("n_group", "num_expert_groups")
