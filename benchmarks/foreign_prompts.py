@@ -132,8 +132,8 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             ids = [token for pair in pairs for half in pair for token in half]
             theirs.append((ids, [n for pair in pairs for n in (0, 1) for _ in pair[n]]))
         plain = [{"messages": chat(n)} for n in range(10)]
-        breaks = re.search("chatml|qwen|gemma", name) is not None
-        mine = ours(tok, plain, {}, chat_template=known, train_line_break=breaks)
+        ends = "line_break" if re.search("chatml|qwen|gemma", name) else True
+        mine = ours(tok, plain, {}, chat_template=known, end_texts=ends)
         yield f"LLaMA-Factory {name}", theirs, mine
 
 
@@ -240,7 +240,7 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             theirs.append((list(encoded["input_ids"]), mask))
         shape = {"format": source.format, "columns": source.columns}
         options = {"chat_template": data.chat_template, "system_policy": data.system_policy}
-        options |= {"train_line_break": data.train_line_break, "end_texts": data.end_texts}
+        options |= {"end_texts": data.end_texts}
         options = {key: value for key, value in options.items() if value is not None}
         mine = ours(tok, some, shape, **options)
         yield f"ms-swift {name} {kind} {system} {scale}", theirs, mine

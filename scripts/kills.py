@@ -47,7 +47,7 @@ KINDS = {
     "lora-bf16": LORA,
     "streaming": LORA,
     "moe-full": MOE,
-    "moe-lora": MOE + "lora: {r: 4, experts_r: 8}\n",
+    "moe-lora": MOE + "lora: {r: 4, rank_pattern: {experts.down_proj: 8}}\n",
     "moe-fp8": MOE + "lora: {r: 4, quantize: fp8}\n",
     "moe-qlora": MOE + "lora: {r: 4, quantize: nf4}\n",
     "qlora": MODEL + "lora: {r: 4, quantize: nf4}\n",

@@ -121,11 +121,14 @@ def test_experts_are_adapted_or_not_as_the_recipe_says():
     assert not both.keys() & adapted_kinds(experts=True, exclude_modules=["experts"]).keys()
 
 
+OF_EXPERTS = {"experts.gate_up_proj": 8, "experts.down_proj": 8}
+
+
 def test_experts_have_a_rank_of_their_own(tmp_path):
-    kinds = adapted_kinds(experts_r=8)
+    kinds = adapted_kinds(rank_pattern=OF_EXPERTS)
     assert kinds.pop("mlp.experts.down_proj") == kinds.pop("mlp.experts.gate_up_proj") == 8
     assert {*kinds.values()} == {4}
-    model = attach(make("qwen3_moe"), LoraOptions(r=4, experts_r=8)).eval()
+    model = attach(make("qwen3_moe"), LoraOptions(r=4, rank_pattern=OF_EXPERTS)).eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, 0, 0.1)
@@ -141,7 +144,7 @@ def test_ranks_of_some_are_those_that_peft_makes_of_the_experts_names(tmp_path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
     plain = get_peft_model(make("glm4_moe"), config)
     both = ("experts.gate_up_proj", "experts.down_proj")
-    doubled = {"rank_pattern": {both[0]: 8}, "alpha_pattern": {both[0]: 16.0}}
+    doubled = {"rank_pattern": {both[0]: 8}}
     options = LoraOptions(
         r=4, alpha=8, target_modules=["q_proj"], target_parameters=both, **doubled
     )
@@ -167,26 +170,13 @@ def test_ranks_of_some_are_those_that_peft_makes_of_the_experts_names(tmp_path):
     ("given", "where"),
     [
         ({"rank_pattern": {"o_proj": 8}}, "lora.rank_pattern"),
-        ({"alpha_pattern": {"q_prj": 8}}, "lora.alpha_pattern"),
+        ({"rank_pattern": {"q_prj": 8}}, "lora.rank_pattern"),
     ],
 )
 def test_a_rank_of_what_is_not_adapted_is_refused(given, where):
     with pytest.raises(ModelError) as error:
         attach(make("glm4_moe"), LoraOptions(r=4, target_modules=["q_proj"], **given))
     assert error.value.where == where
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"experts": False, "experts_r": 8}, "lora.experts_r"),
-        ({"target_modules": ["q_proj"], "experts_r": 8}, "lora.experts_r"),
-    ],
-)
-def test_a_rank_for_no_expert_is_refused(options, key):
-    with pytest.raises(RecipeError) as error:
-        attach(make("qwen3_moe"), LoraOptions(r=4, **options))
-    assert error.value.where == key
 
 
 def test_experts_of_a_dense_model_are_refused():

@@ -120,7 +120,7 @@ class Drafter:
             masked = self._with_eos(masked, others)
         if self.options.train_behind:
             masked = _behind(masked, others, self.options.train_behind)
-        if self.options.train_line_break:
+        if self.options.end_texts == "line_break":
             masked = _with_line_breaks(masked, others)
         counts: Counter[str] = Counter()
         turns = {span.turn for span in masked.spans}
@@ -611,7 +611,7 @@ class SampleBuilder:
                 # The text has the token that the tokenizer adds: once is enough.
                 ids, first = ids[1:], max(first - 1, 0)
                 built.counts["double_bos"] += 1
-            wants_end = self.options.end_texts and eos is not None
+            wants_end = self.options.end_texts is True and eos is not None
             if wants_end and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
             if self.vision is not None and self.vision.token_id in ids:

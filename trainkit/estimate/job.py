@@ -136,7 +136,7 @@ def stored_as(quantization: Any) -> str | None:
 
 
 _DECIDE = {
-    *("r", "target_modules", "exclude_modules", "target_parameters", "experts", "experts_r"),
+    *("r", "target_modules", "exclude_modules", "target_parameters", "experts"),
     *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize", "quantize_experts"),
     *("quantize_skip", "quantize_head", "vision", "oft_block_size", "rank_pattern"),
 }

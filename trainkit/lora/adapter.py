@@ -68,10 +68,9 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": options.changes_base or options.init_lora_weights,
     }
-    ranks = dict.fromkeys(targets.experts if options.experts_r else (), options.experts_r)
-    ranks |= options.rank_pattern
-    for key, named in (("rank_pattern", ranks), ("alpha_pattern", options.alpha_pattern)):
-        given[key] = {re.escape(name): value for name, value in named.items()}  # ends of names
+    ranks = {re.escape(name): rank for name, rank in options.rank_pattern.items()}  # ends of names
+    alphas = {name: options.alpha * rank / options.r for name, rank in ranks.items()}
+    given |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
     if is_oft:
         named = {name: value for name, value in given.items() if name in own}

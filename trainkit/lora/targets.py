@@ -79,14 +79,7 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
         for each in names
         if targets.modules == ALL_LINEAR or is_targeted(each, targets.modules)
     ]
-    for key in ("rank_pattern", "alpha_pattern"):
-        check_names(key, [*getattr(options, key)], adapted)
-    if options.experts_r is not None and not targets.experts:
-        raise RecipeError(
-            "experts_r is the rank of adapters on experts, and none is adapted",
-            where="lora.experts_r",
-            fix="remove it, or set lora.experts: true",
-        )
+    check_names("rank_pattern", [*options.rank_pattern], adapted)
     _refuse_read_weights(model, targets, options)
     if targets.parameters:
         _refuse_with_parameters(targets, options)

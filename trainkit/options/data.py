@@ -263,18 +263,16 @@ class SampleOptions(Section):
     append_eos: bool = Field(
         False, description="End every answer that the template leaves open with the eos token."
     )
-    end_texts: bool = Field(
-        True, description="End rows of text, which no chat template renders, with the eos token."
+    end_texts: Literal[True, False, "line_break"] = Field(
+        True,
+        description="End rows of text, which no chat template renders, with the eos token; "
+        "line_break leaves them as they are, and trains the line break that a template puts behind "
+        "an answer's end, as most other tools do.",
     )
     train_behind: str = Field(
         "",
         description="A text in answers behind which they train, as <|channel|>final<|message|>; "
         "answers without it do not.",
-    )
-    train_line_break: bool = Field(
-        False,
-        description="Train the line break that the template puts behind the end of an answer, too, "
-        "as most other tools do.",
     )
     min_length: int = Field(
         1,

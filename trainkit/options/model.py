@@ -370,6 +370,7 @@ _SET_BY_TRAINKIT = "trainkit sets it itself"
 
 NOT_TAKEN: Mapping[str, str] = {
     "alora_invocation_tokens": _VARIANT,
+    "alpha_pattern": "alpha goes with the ranks of lora.rank_pattern",
     "arrow_config": _VARIANT,
     "auto_mapping": _SET_BY_TRAINKIT,
     "base_model_name_or_path": "the base is model.name_or_path",
@@ -413,10 +414,10 @@ QUANTIZED: tuple[str, ...] = get_args(Quantized)
 
 
 _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
-    *(("r", 16), ("alpha", 32), ("dropout", 0.0), ("experts_r", None), ("target_parameters", [])),
+    *(("r", 16), ("alpha", 32), ("dropout", 0.0), ("target_parameters", [])),
     *(("use_rslora", False), ("use_dora", False), ("init_lora_weights", True)),
     *(("lora_bias", False), ("lora_plus_ratio", None), ("quantize", None)),
-    *(("rank_pattern", {}), ("alpha_pattern", {})),
+    ("rank_pattern", {}),
 )
 """What orthogonal adapters have no part of, as it is where nobody says it."""
 
@@ -444,15 +445,10 @@ class LoraOptions(Section):
         description="Adapt every expert of a mixture: auto does where target_modules is "
         "all-linear; true whatever is named; false leaves them out.",
     )
-    experts_r: int | None = Field(
-        None, ge=1, le=16_384, description="Rank of the experts' adapters, where not r."
-    )
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=16_384)]] = Field(
         default_factory=dict,
-        description="Ranks of some layers or parameters, by the ends of their names: {o_proj: 8}.",
-    )
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="Their alpha, where it is not alpha."
+        description="Ranks of some layers or parameters, by the ends of their names, as "
+        "experts.down_proj: 8; their alpha grows by the same factor.",
     )
     exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
     vision: bool = Field(
@@ -579,7 +575,7 @@ class LoraOptions(Section):
                     f"set lora.quantize: nf4, or remove lora.{key}; model.fp8 says it of fp8",
                 )
         init = self.init_lora_weights
-        if self.changes_base and (self.rank_pattern or self.alpha_pattern):
+        if self.changes_base and self.rank_pattern:
             raise broken_rule(
                 "lora.rank_pattern",
                 f"init_lora_weights: {init} is saved with twice one rank",

@@ -305,9 +305,9 @@ def test_the_line_break_behind_an_answer_trains_where_it_is_wanted(write, ready)
     tokenizer = with_template(LINES)
     rows = [chat("q1", "a1", "q2", "a2")]
     rows[0]["messages"][0]["train"] = True
-    for wanted in (False, True):
-        data = ready(write(rows), tokenizer=tokenizer, train_line_break=wanted)
-        end = "\n" if wanted else ""
+    for wanted in (True, "line_break"):
+        data = ready(write(rows), tokenizer=tokenizer, end_texts=wanted)
+        end = "\n" if wanted == "line_break" else ""
         asked, *answers = trained_texts(tokenizer, data[0])
         assert answers == [f"a1<|im_end|>{end}", f"a2<|im_end|>{end}"]
         assert not asked.endswith("\n")
