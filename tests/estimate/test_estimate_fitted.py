@@ -217,6 +217,19 @@ def test_what_the_gpu_does_not_say_is_said(tmp_path, capsys, monkeypatch):
     assert recipe.parallel.shard == "none"
 
 
+@pytest.mark.parametrize(("gpus", "starter"), [(1, "sft"), (8, "launch --nproc_per_node 8")])
+def test_what_is_said_of_several_gpus_is_true(gpus, starter, tmp_path, capsys):
+    """The command to train, and the one in the header, whose answer is the header's."""
+    file = tmp_path / "r.yaml"
+    command = ["new", "-m", SMALL, "--method", "full", "--gpu", "h100", "--gpus", str(gpus)]
+    assert main([*command, "-o", str(file)]) == 0
+    assert f"train with: trainkit {starter} --config" in capsys.readouterr().err
+    said = re.search(r"Expected: ([\d.]+) GiB .*`trainkit (estimate) FILE (.*)`", file.read_text())
+    assert main([said[2], str(file), *said[3].split(), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["peak_gib"] == pytest.approx(float(said[1]), abs=0.06)  # of one digit
+
+
 def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("faq.csv").write_text("question,answer\nWhat?,That.\n")

@@ -18,14 +18,17 @@ def test_run_gives_its_final_model(run_directory):
     assert place.adapter is None
 
 
-def test_run_without_final_gives_its_newest_whole_checkpoint(run_directory, tiny_qwen2):
+def test_run_without_final_gives_its_newest_whole_checkpoint(run_directory, tiny_qwen2, capsys):
     shutil.rmtree(run_directory / "final")
     for step in (1, 2, 3):
         with staged_directory(run_directory / f"checkpoint-{step}") as staging:
             shutil.copytree(tiny_qwen2, staging, dirs_exist_ok=True)
     (run_directory / "checkpoint-3" / "config.json").unlink()
     assert find_model(str(run_directory)).directory == run_directory / "checkpoint-2"
+    said = capsys.readouterr().err
+    assert "no final model yet; taken is its checkpoint-2; checkpoint-3: " in said
     assert find_model(str(run_directory / "checkpoint-1")).run == run_directory
+    assert capsys.readouterr().err == ""
 
 
 def test_plain_model_and_hub_name(tiny_qwen2):

@@ -102,9 +102,7 @@ class Tracker(TorchDispatchMode):
         parameter.grad = None
         self.takes(0.0)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "prim::device" and isinstance(args[0], FakeTensor):
@@ -360,9 +358,7 @@ class _AutocastOfGpu(TorchFunctionMode):
         }
     )
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self._WIDE and torch.is_autocast_enabled("cpu"):
             args = [_wide(each) for each in args]

@@ -6,6 +6,8 @@ A model's place, its revision and whether code that comes with it may run travel
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainkit.models.files import PICKLED_WEIGHTS
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.places import WEIGHTS, local_path, regular, regular_files
 from trainkit.run.status import resume_command
+from trainkit.terminal import visible
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -301,13 +304,16 @@ def _model_in(run: Path) -> Path:
     if final.is_dir():
         return final
     newest = newest_valid(run)
+    damaged = "".join(f"; {path.name}: {reason}" for path, reason in newest.skipped)
     if newest.path is None:
-        damaged = f"; {newest.skipped[0][0].name}: {newest.skipped[0][1]}" if newest.skipped else ""
         raise ModelError(
             f"this run has no final model and no complete checkpoint{damaged}",
             where=str(run),
             fix=f"continue the run with: {resume_command(run)}",
         )
+    if os.environ.get("RANK", "0") == "0":
+        said = f"{run} has no final model yet; taken is its {newest.path.name}{damaged}"
+        sys.stderr.write(f"{visible(said)}\n")
     return newest.path
 
 

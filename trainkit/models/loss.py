@@ -476,9 +476,7 @@ class LazyLogits:
         return getattr(self.computed(), name)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         first = args[0] if args else given.get("input")
         if isinstance(first, LazyLogits):

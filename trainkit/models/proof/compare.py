@@ -103,9 +103,7 @@ class Wide(TorchFunctionMode):
         self.used: set[str] = set()
         self.bounds: list[tuple[Any, Any]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "where" and len(args) + len(kwargs) == 1:
