@@ -117,6 +117,9 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("training: {eval_strategy: steps}", "data.eval is empty", "data.eval"),
         ("training: {eval_steps: 5}", "data.eval is empty", "data.eval"),
         ("training: {load_best_model_at_end: true}", "data.eval is empty", "data.eval"),
+        ("training: {metric_for_best_model: loss}", "data.eval is empty", "data.eval"),
+        ("training: {eval_delay: 2}", "data.eval is empty", "data.eval"),
+        ("training: {save_strategy: best}", "data.eval is empty", "remove save_strategy"),
     ],
 )
 def test_one_mistake_one_message(problems_of, line, what, fix):
