@@ -84,15 +84,8 @@ def test_header_longer_than_the_file(tmp_path, claimed):
 
 
 NO_PATHS = [
-    "../outside.safetensors",
-    "/etc/passwd",
-    "sub/model.safetensors",
-    "..",
-    ".hidden.safetensors",
-    "a\x00.safetensors",
-    "model.bin",
-    7,
-    None,
+    *("../outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."),
+    *(".hidden.safetensors", "a\x00.safetensors", "model.bin", 7, None),
 ]
 
 
