@@ -472,9 +472,9 @@ def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
         fix = "; ".join(each for each in fixes if each)
         yield key, f"{key}: {metric!r} is not measured in training", fix
     if every is None and not recipe.data.eval:
-        names = ["eval_strategy", "eval_on_start", "load_best_model_at_end", "eval_delay"]
-        names += ["metric_for_best_model", "greater_is_better"]
-        names += ["eval_steps"] if training.get("eval_strategy") not in ("no", False) else []
+        names = ["eval_strategy", "eval_on_start", "load_best_model_at_end"]
+        if training.get("eval_strategy") not in ("no", False):
+            names += ["eval_steps", "eval_delay", "metric_for_best_model", "greater_is_better"]
         names += ["save_strategy"] if training.get("save_strategy") == "best" else []
         for name in names:
             if training.get(name) not in (None, "no", False):
