@@ -201,10 +201,12 @@ class TestCache:
         assert not cached
         assert "answer X" in make_tokenizer().decode(data[7]["input_ids"])
 
-    def test_the_memory_of_digests_is_not_trusted_for_young_files(self, tmp_path):
+    def test_the_memory_of_digests_is_not_trusted_for_young_files(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("trainkit.digests._BLOCK_BYTES", 2)
         file = tmp_path / "x"
-        file.write_text("a")
-        one = remembered_digest(file, hashlib.sha256, tmp_path / "memo")
+        file.write_text("abc")
+        one = hashlib.sha256(b"abc").hexdigest()
+        assert remembered_digest(file, hashlib.sha256, tmp_path / "memo") == one
         assert not (tmp_path / "memo").exists()
         old = time.time() - 10
         os.utime(file, (old, old))

@@ -133,8 +133,7 @@ def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, shard, tmp
         "generation_eval": {"data": ["few.jsonl"], "max_new_tokens": 2},
         "training": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
                      "max_steps": 4 if lora is None else 1, "save_steps": 2, "eval_steps": 2,
-                     "logging_steps": 1,
-                     "gradient_checkpointing": True, "learning_rate": 1e-3},
+                     "logging_steps": 1, "gradient_checkpointing": True, "learning_rate": 1e-3},
     }  # fmt: skip
     (tmp_path / "r.json").write_text(json.dumps(recipe), encoding="utf-8")
     words = ("sft", "--config", "r.json", "--output-dir")

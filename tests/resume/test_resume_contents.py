@@ -26,8 +26,7 @@ LORA = "lora: {r: 4, alpha: 8}\n"
 def begun(project, request):
     """A run of two steps, saved in the middle of what is logged."""
     adapters, _, shard = request.param.partition(" ")
-    text = RECIPE.replace("float32", "bfloat16")  # which keeps masters
-    text = text if adapters == "lora" else text.replace(LORA, "")
+    text = RECIPE.replace("float32", "bfloat16").replace("" if adapters == "lora" else LORA, "")
     (project.root / "r.yaml").write_text(
         text.replace("save_steps: 2", "save_steps: 1, logging_steps: 4")
     )
