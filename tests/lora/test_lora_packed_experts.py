@@ -189,7 +189,7 @@ def test_a_run_over_them_goes_on_and_is_merged(quantize, more, tmp_path, tiny_to
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project", tmp_path / "moe")
     words = ["--config", "r.yaml", f"lora.quantize={quantize}", "training.max_steps=4"]
-    words += more
+    words += ["model.dtype=bfloat16", *more]
     assert project.sft(*words, "--output-dir", "whole").code == 0
     assert project.sft(*words, "--output-dir", "parts", stop_at=2).code == 130
     assert project.sft("--resume", "parts").code == 0
