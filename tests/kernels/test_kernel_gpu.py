@@ -175,7 +175,7 @@ def test_a_proof_compiles_no_kernel_in_fp64(monkeypatch):
     triton = pytest.importorskip("triton")
     from tiny import make_qwen2
 
-    from trainkit.estimate.build import _proof
+    from trainkit.estimate.build import _proved
     from trainkit.patching import patch
 
     compiled = []
@@ -183,8 +183,8 @@ def test_a_proof_compiles_no_kernel_in_fp64(monkeypatch):
         triton.knobs.compilation, "listener", lambda src, **_: compiled.append(src.signature)
     )
     model = make_qwen2(300).to("cuda", BF16)
-    _proof.cache_clear()
-    _proof(model.config.to_json_string(use_diff=False), 2)
+    _proved.cache_clear()
+    _proved(model.config.to_json_string(use_diff=False), 2)
     assert not compiled
     patch(model)
     assert compiled
