@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 377, "code": 61_290, "words": 9_660},
+    "trainkit": {"files": 377, "code": 61_230, "words": 9_657},
     "tests": {"code": 43_250},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_730},
