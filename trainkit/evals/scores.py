@@ -117,7 +117,8 @@ class Evaluation:
                     (partial / "samples" / name).write_text(text, "utf-8", "backslashreplace")
                 content = json.dumps(jsonable(self.to_dict()), ensure_ascii=False, indent=2)
                 (partial / RESULTS).write_text(f"{content}\n", "utf-8", "backslashreplace")
-                shutil.rmtree(target, ignore_errors=True)
+                if (target / _OPEN).is_file():  # else what came there meanwhile stays
+                    shutil.rmtree(target)
                 partial.rename(target)
                 fsync_directory(target.parent)
             except BaseException:

@@ -138,7 +138,7 @@ class Sight:
         tower = base.get_submodule(self.family.tower)
         attend_in_tower(tower, by_bounds=True)
         for module in tower.modules():
-            if type(module) is nn.Conv3d and module.kernel_size == module.stride:
+            if type(module) is nn.Conv3d and module.padding == (0, 0, 0) and module.groups == 1:
                 module.__class__ = subclass_of(nn.Conv3d, _PatchProduct)
         self._inner: Callable[..., Any] = base.get_image_features
         features = functools.partial(self._features)  # `generate` reads the signature
@@ -232,7 +232,7 @@ class _PatchProduct(nn.Conv3d):
     """A convolution over one patch a row is a product, which is 20 times as fast."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[2:] != self.kernel_size or self.groups > 1 or any(map(int, self.padding)):
+        if x.shape[2:] != self.kernel_size:
             return super().forward(x)
         found = nn.functional.linear(x.flatten(1), self.weight.flatten(1), self.bias)
         return found[:, :, None, None, None]
@@ -300,8 +300,9 @@ def blank_images(config: Any, num_tokens: int = 1) -> dict[str, torch.Tensor]:
 def loss_of_a_small_image(model: Any) -> torch.Tensor | float:
     """Of what a tower makes of one, with gradients; 0.0 without one that takes every size."""
     family = VISION.get(model.config.model_type)
-    sees = family is not None and getattr(model.config, "vision_config", None) is not None
-    if family is None or not sees or family.processor not in ("patches", "rows", "pooled"):
+    if family is None or family.processor not in ("patches", "rows", "pooled"):
+        return 0.0
+    if model.config.vision_config is None:  # of Gemma 4 there are models without
         return 0.0
     given = blank_images(model.config, num_tokens=6)
     generator = torch.Generator().manual_seed(0)
