@@ -142,10 +142,6 @@ def _ends(patterns: list[str], names: list[str]) -> bool:
         text=True,
         capture_output=True,
         check=False,
-        preexec_fn=_limit,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS + 1)),
     )
     return done.returncode not in (-signal.SIGXCPU, -signal.SIGKILL)
-
-
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS + 1))

@@ -30,7 +30,7 @@ def test_the_table_is_wide_enough():
     names = [mutation.name for mutation in MUTATIONS]
     assert len(names) == len(set(names)) >= 60
     assert {mutation.area for mutation in MUTATIONS} == {
-        *("answers", "kernels", "models", "data", "train", "results", "survival"),
+        *("answers", "kernels", "models", "data", "train", "results", "survival")
     }
 
 

@@ -248,8 +248,7 @@ def test_what_is_exact_is_converted_and_goes_back(layout, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
-    [(torch.nan, "NaN or infinite"), (0.0, "logits of source and result differ")],
+    ("value", "said"), [(torch.nan, "NaN or infinite"), (0.0, "logits of source and result differ")]
 )
 def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value, said):
     """NaN compares as neither larger nor smaller, so a careless maximum would pass over it."""

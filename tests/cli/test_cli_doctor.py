@@ -187,10 +187,7 @@ FAULTS = {
     ),
     "nvidia-smi is missing": (
         "driver",
-        lambda patch, _: (
-            with_gpus(patch),
-            patch.setattr(checks.shutil, "which", lambda _: None),
-        ),
+        lambda patch, _: (with_gpus(patch), patch.setattr(checks.shutil, "which", lambda _: None)),
         ("warning", "nvidia-smi is not here", "docker run"),
     ),
     "GPUs do not reach each other": (

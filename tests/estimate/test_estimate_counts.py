@@ -223,10 +223,7 @@ _LLAMA = find_shape("llama-3.1-8b")
         ({"gpus": 8, "stage": 1}, {"gpus": 8}),
         ({"gpus": 8, "stage": 2}, {"gpus": 8, "stage": 1}),
         ({"gpus": 8, "stage": 3}, {"gpus": 8, "stage": 2}),
-        (
-            {"stage": 3, "offloads_optimizer": True, "offloads_weights": True},
-            {"stage": 3},
-        ),
+        ({"stage": 3, "offloads_optimizer": True, "offloads_weights": True}, {"stage": 3}),
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 8, "stage": 2}),
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 4, "stage": 3, "fsdp": True}),
         ({"adapters": Adapters.of()}, {}),

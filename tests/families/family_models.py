@@ -42,11 +42,7 @@ IMAGE = 120
 QWEN2_VL = {
     "text_config": {
         **SIZES,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 3, 3],
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     },
     "vision_config": {
         "depth": 1,

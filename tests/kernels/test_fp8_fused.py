@@ -8,13 +8,7 @@ import torch
 from trainkit import kernels
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.fp8.function import fp8_quantize, fp8_quantize_both, fp8_quantize_joint
-from trainkit.kernels.fp8.linear import (
-    Fp8Gradient,
-    Fp8Weight,
-    SharedInput,
-    carry_rows,
-    take_rows,
-)
+from trainkit.kernels.fp8.linear import Fp8Gradient, Fp8Weight, SharedInput, carry_rows, take_rows
 from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.lora import gate, mlp, products
 from trainkit.kernels.lora.mlp import lora_mlp

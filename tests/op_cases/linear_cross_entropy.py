@@ -74,15 +74,7 @@ LINEAR_CROSS_ENTROPY = tried(
         linear_cross_entropy_case("llama 3.2 1b", (1500,), 2048, 128256, large=True),
     ),
     tiny=linear_cross_entropy_case(
-        "tiny",
-        (4,),
-        2,
-        5,
-        bias=True,
-        label_smoothing=0.1,
-        softcap=5.0,
-        z_loss=1e-2,
-        num_items=3,
+        "tiny", (4,), 2, 5, bias=True, label_smoothing=0.1, softcap=5.0, z_loss=1e-2, num_items=3
     ),
     one_graph=False,
 )

@@ -111,15 +111,11 @@ def _cases(residual: bool) -> tuple[Case, ...]:
 
 
 RMS_NORM = tried(
-    "rms_norm",
-    cases=_cases(residual=False),
-    tiny=rms_norm_case("tiny", (3, 5), **_GEMMA),
+    "rms_norm", cases=_cases(residual=False), tiny=rms_norm_case("tiny", (3, 5), **_GEMMA)
 )
 
 ADD_RMS_NORM = tried(
-    "add_rms_norm",
-    cases=_cases(residual=True),
-    tiny=rms_norm_case("tiny", (3, 5), residual=True),
+    "add_rms_norm", cases=_cases(residual=True), tiny=rms_norm_case("tiny", (3, 5), residual=True)
 )
 
 

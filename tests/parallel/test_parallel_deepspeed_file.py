@@ -28,10 +28,7 @@ def test_the_shipped_files_fit_the_installed_version(name):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (
-            {"gradient_cliping": 1.0},
-            "gradient_cliping is no key.*did you mean gradient_clipping",
-        ),
+        ({"gradient_cliping": 1.0}, "gradient_cliping is no key.*did you mean gradient_clipping"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "overlap_com"),
         ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "overlap_comm.*boolean"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}}, "device"),

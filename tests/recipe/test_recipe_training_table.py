@@ -140,6 +140,9 @@ def test_every_number_has_bounds():
         ({"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=1"}, "master_weights"),
         ({"dataloader_prefetch_factor": 4}, "does nothing without training.dataloader_num_w"),
         ({"liger_kernel_config": {"rope": False}}, "does nothing without training.use_liger"),
+        ({"hub_model_id": "me/x"}, "does nothing without training.push_to_hub"),
+        ({"hub_strategy": "end"}, "does nothing without training.push_to_hub"),
+        ({"torch_compile": False, "torch_compile_mode": "default"}, "training.torch_compile: true"),
     ],
 )
 def test_words_are_held_against_what_is_known(training, said):

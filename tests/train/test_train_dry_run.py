@@ -83,6 +83,34 @@ def test_it_refuses_what_the_run_refuses(dry_run, overrides, said):
     assert said in error.splitlines()[-1] + error.splitlines()[-2]
 
 
+IDLE = {
+    "eval_strategy: 'no'": ["eval_steps: 3", "eval_delay: 2", "metric_for_best_model: loss"],
+    "logging_strategy: epoch": ["logging_steps: 3"],
+    "save_strategy: epoch": ["save_steps: 3"],
+    "push_to_hub: false": ["hub_model_id: me/x", "hub_strategy: end", "hub_private_repo: true"],
+    "max_steps: 3": ["num_train_epochs: 2.5"],
+    "report_to: none": ["run_name: x", "project: x", "trackio_space_id: x"],
+    "gradient_checkpointing: false": ["gradient_checkpointing_kwargs: {use_reentrant: true}"],
+}
+"""Next to a setting, those that it leaves nothing to do."""
+
+
+def test_it_says_once_what_does_nothing_next_to_the_rest(dry_run):
+    written = [
+        f"training.{each}".replace(": ", "=", 1) for key in IDLE for each in [key, *IDLE[key]]
+    ]
+    code, said = dry_run(*written)
+    assert code == 0, said
+    for other, keys in IDLE.items():
+        for key in keys:
+            assert (
+                said.count(f"training.{key} (override) does nothing with training.{other}\n") == 1
+            )
+    sharded = ("parallel.shard=zero2", "training.ddp_bucket_cap_mb=9", "training.logging_steps=9")
+    said = dry_run(*sharded, "training.eval_strategy=steps", "training.logging_strategy=epoch")[1]
+    assert re.findall("training.(.*) does nothing", said) == ["ddp_bucket_cap_mb: 9 (override)"]
+
+
 def test_trackers_are_built_and_hear_nothing(dry_run, monkeypatch):
     from transformers.integrations import integration_utils
 

@@ -196,12 +196,8 @@ TOOLS: Mapping[str, Tool] = {
 def installed(peer_path: str) -> list[str]:
     """The tools that are here, or in ``peer_path``."""
     found = {each.name for each in Path(peer_path).iterdir()} if peer_path else set()
-    there = [t for t in TOOLS.values() if t.package in found or _has(t.package)]
+    there = [t for t in TOOLS.values() if t.package in found or importlib.util.find_spec(t.package)]
     return [name for name, tool in TOOLS.items() if tool in there]
-
-
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900) -> dict[str, Any]:

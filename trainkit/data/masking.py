@@ -352,8 +352,9 @@ def preserved_prompt(
     """A prompt with all thinking of earlier turns in place, as `find_preserving` trained it."""
     text = render(conversation)
     whole = _thoughtful(conversation)
-    thoughts = (_thought(conversation.messages[turn]) for turn in whole)
-    if splits or all(thought in text for thought in thoughts):
+    turns = (conversation.messages[turn] for turn in whole)
+    thoughts = (turn.reasoning or turn.content.partition(THINK_CLOSE)[0] for turn in turns)
+    if splits or all(thought.strip() in text for thought in thoughts):
         return text
     hidden, names = _hidden(conversation, whole)
     rest, pieces = render(hidden), []
@@ -373,10 +374,6 @@ def _thoughtful(conversation: Conversation) -> dict[int, str]:
         for turn, message in enumerate(conversation.messages)
         if message.role == "assistant" and (message.reasoning or THINK_CLOSE in message.content)
     }
-
-
-def _thought(message: Message) -> str:
-    return (message.reasoning or message.content.partition(THINK_CLOSE)[0]).strip()
 
 
 def _hidden(

@@ -156,7 +156,8 @@ def fitted_recipe(
             fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
         )
     config, shape = _known_of(model)
-    values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
+    name = re.sub(r"[^\w.-]+", "-", Path(model).name.lower()).strip("-.") or "model"
+    values: dict[str, Any] = {"name": f"{name}-{method}", "model.name_or_path": model}
     kind = "lora" if method in OBJECTIVES else method
     shipped = shipped_text(_like(kind, shape))
     own, comments = _of_objective(method)
@@ -238,11 +239,6 @@ def _like(method: str, shape: ModelShape | None) -> str:
         return _LIKE[method]
     is_small = shape is not None and shape.parameters < _SMALL
     return "qwen2-0.5b-full" if is_small else "qwen2-7b-full"
-
-
-def _name_of(model: str, method: str) -> str:
-    last = re.sub(r"[^\w.-]+", "-", Path(model).name.lower()).strip("-.") or "model"
-    return f"{last}-{method}"
 
 
 def _setting(override: str) -> tuple[str, Any]:

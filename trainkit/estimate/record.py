@@ -34,13 +34,7 @@ from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
 from trainkit.models.recompute import is_cheap, is_kept
-from trainkit.models.vision import (
-    attend_in_tower,
-    blank_images,
-    features_of,
-    parts_of,
-    sees_ahead,
-)
+from trainkit.models.vision import attend_in_tower, blank_images, features_of, parts_of, sees_ahead
 from trainkit.objectives.distill import DistillLoss
 from trainkit.objectives.objective import LossSetup
 from trainkit.options.vision import VISION

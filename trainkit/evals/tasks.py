@@ -386,13 +386,9 @@ def quiet_harness() -> Iterator[None]:
     logger, bar = logging.getLogger("lm_eval"), lm_eval.api.task.tqdm
     level = logger.level
     logger.setLevel(logging.ERROR)
-    lm_eval.api.task.tqdm = _no_bar
+    lm_eval.api.task.tqdm = lambda rows, **_: rows
     try:
         yield
     finally:
         logger.setLevel(level)
         lm_eval.api.task.tqdm = bar
-
-
-def _no_bar(rows: Any, **_: Any) -> Any:
-    return rows

@@ -90,7 +90,7 @@ def find_model(
         adapter = directory
     if adapter == directory:
         source = base_of(directory, base_model, trust_remote_code=trust_remote_code)
-    elif _has_weights(directory):
+    elif any((directory / name).exists() for name in (*WEIGHTS, *PICKLED_WEIGHTS)):
         source = ModelOptions(name_or_path=str(directory), trust_remote_code=trust_remote_code)
     else:
         raise _nothing_to_load(directory)
@@ -353,10 +353,6 @@ def _nothing_to_load(directory: Path) -> ModelError:
         if is_sharded
         else "give a run directory, a checkpoint, an adapter or a model directory",
     )
-
-
-def _has_weights(directory: Path) -> bool:
-    return any((directory / name).exists() for name in (*WEIGHTS, *PICKLED_WEIGHTS))
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -235,10 +235,6 @@ def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def _int8_num_weights(parameter: nn.Parameter) -> int | None:
-    return parameter.numel() if type(parameter).__name__ == "Int8Params" else None
-
-
 def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Rounded from fp16, as it multiplies: each call would warn of a cast."""
     del compute_dtype
@@ -288,7 +284,7 @@ LINEARS: Mapping[str, LinearKind] = {
             "int8",  # LLM.int8: the rows of the input in int8, too, but for columns of outliers
             recognises=lambda module: _is_of_bitsandbytes(module, "Linear8bitLt"),
             unpacker=None,
-            num_weights=_int8_num_weights,
+            num_weights=lambda p: p.numel() if type(p).__name__ == "Int8Params" else None,
             loading=_int8_loading,
             adapter="Linear8bitLt",
             packages=("bitsandbytes",),

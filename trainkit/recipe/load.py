@@ -59,8 +59,7 @@ class LoadedRecipe:
     """A recipe, and where each of its values came from.
 
     Attributes:
-        origins: dotted key to origin: ``qwen2.yaml:14``, ``override``, ``--deepspeed``,
-            ``default``, ``trainkit default`` or ``transformers default``.
+        origins: by dotted key ``qwen2.yaml:14``, ``override``, ``--deepspeed``, or whose default.
         base_texts: the recipes that it builds on, as they were given, the deepest first.
     """
 
@@ -99,6 +98,25 @@ class LoadedRecipe:
                 if found is None
                 else ResolvedValue(key, found.value, found.origin, True, found.is_of_machine)
             )
+
+    def idle(self, machine: Machine) -> Iterator[str]:
+        """What was written under ``training`` and does nothing next to the rest, in words."""
+        values = {each.key: each for each in self.values(machine)}
+        eval_steps = values["training.eval_steps"].origin
+        for row in FIELDS.values():
+            own = values.get(f"training.{row.name}")
+            if own is None or own.is_derived or own.value == row.default:
+                continue
+            for key, needed in row.acts_with.items():
+                other = values[key if "." in key else f"training.{key}"]
+                words = other.value if isinstance(other.value, list) else [other.value]
+                is_on = other.value not in (None, False, "no", "none", [], ["none"])
+                acts = (True in needed and is_on) or any(word in needed for word in words)
+                if not acts and own.key not in eval_steps:
+                    yield (
+                        f"{own.key}: {yaml_text(own.shown)} ({own.origin}) does nothing with "
+                        f"{other.key}: {yaml_text(other.value)}"
+                    )
 
     def overridden(self, overrides: Sequence[str]) -> "LoadedRecipe":
         """The same with more values on top, as a run finds them by itself."""
@@ -365,10 +383,9 @@ def dump_resolved(
     only_given: bool = False,
     settled: Mapping[str, Derived] | None = None,
 ) -> str:
-    """Write every value of a run and where it came from; the arguments are those of ``values``.
+    """A recipe that loads to the same values, with origins; what this machine decides is comments.
 
-    The text is itself a recipe: it loads again to the same values. What only this machine decides
-    is in comments, so that another one decides for itself.
+    The arguments are those of ``values``.
     """
     lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""

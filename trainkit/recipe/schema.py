@@ -478,11 +478,8 @@ def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
         names += ["save_strategy"] if training.get("save_strategy") == "best" else []
         for name in names:
             if training.get(name) not in (None, "no", False):
-                yield (
-                    f"training.{name}",
-                    f"training.{name} needs evaluation data, and data.eval is empty",
-                    f"give files in data.eval, or remove {name}",
-                )
+                what = f"training.{name} needs evaluation data, and data.eval is empty"
+                yield f"training.{name}", what, f"give files in data.eval, or remove {name}"
         if recipe.early_stopping is not None:
             yield (
                 "early_stopping",

@@ -1,14 +1,13 @@
 """``training:`` TrainingArguments, field for field: THE TABLE of what each field does here.
 
-All that is known of a field is its row in ``training.json``: type, default, bounds, words, meaning,
-what it needs and what decides it. A field acts, has one value (``fixed`` says why), or is set
-another way (``elsewhere`` says how). A test holds the rows to the fields of every transformers that
-is supported; a field without a row is refused.
+All that is known of a field is its row in ``training.json``. It acts, has one value (``fixed`` says
+why), or is set another way (``elsewhere`` says how). A test holds the rows to the fields of every
+transformers that is supported; a field without a row is refused.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,8 @@ class Field:
         whole_above_one: a share of all steps below 1, a number of steps from there on.
         without: words of transformers' that are not served here, each with what to do instead.
         derived: what decides the value where nobody does.
+        idle_with: fields with values as written (null: nothing) next to which it is refused.
+        acts_with: keys with the values it needs (true: any that is on); a run tells if it idles.
         elsewhere: what to write instead; ``{value}`` stands for what was given.
         on_resume: see ``trainkit.options.section.OnResume``.
     """
@@ -75,6 +76,8 @@ class Field:
     keys: tuple[str, ...] = ()
     needs: str = ""
     derived: str = ""
+    idle_with: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    acts_with: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fixed: str = ""
     elsewhere: str = ""
     since: str = "5.0"
@@ -226,10 +229,12 @@ def _fields() -> Iterator[Field]:
         "choices": SERVED,
         "without": {name: row.instead for name, row in OPTIMIZERS.items() if row.instead},
     }
+    plain = [each for each in (None, *SERVED) if optimizer_row(each).per_rank_bytes is None]
+    rows["optim_target_modules"]["idle_with"] = {"optim": plain}
     for name, row in rows.items():
-        field = Field(name, **row)
-        if [int(part) for part in field.since.split(".")] <= installed:
-            yield field
+        made = Field(name, **row)
+        if [int(part) for part in made.since.split(".")] <= installed:
+            yield made
 
 
 EVERY: Mapping[str, Field] = {field.name: field for field in _fields()}
@@ -279,20 +284,12 @@ def _disagreeing(training: Mapping[str, Any]) -> Iterator[Broken]:
     """Fields that contradict each other, or that act only with another one."""
     if training.get("bf16") and training.get("fp16"):
         yield "fp16", "training.bf16 and training.fp16 are both on", "keep one"
-    row = optimizer_row(training.get("optim"))
-    schedule = str(training.get("lr_scheduler_type"))
-    unmet = {
-        "warmup_steps": schedule in ("constant", "reduce_lr_on_plateau", "greedy"),
-        "lr_scheduler_kwargs": schedule in ("constant", "constant_with_warmup"),
-        "optim_target_modules": row.per_rank_bytes is None,
-        "liger_kernel_config": not training.get("use_liger_kernel"),
-        "dataloader_prefetch_factor": not training.get("dataloader_num_workers"),
-    }
-    for name, is_unmet in unmet.items():
-        if is_unmet and training.get(name):
-            what = f"training.{name} does nothing without {FIELDS[name].needs}"
-            yield name, what, "remove it, or set the other one"
-    yield from _unread_by(row, training)
+    for name in filter(training.get, training):
+        for other, values in FIELDS[name].idle_with.items():
+            if training.get(other) in values:
+                what = f"training.{name} does nothing without {FIELDS[name].needs}"
+                yield name, what, "remove it, or set the other one"
+    yield from _unread_by(optimizer_row(training.get("optim")), training)
 
 
 def _unread_by(row: Optimizer, training: Mapping[str, Any]) -> Iterator[Broken]:

@@ -86,6 +86,8 @@ def prepare(run: Run, ledger: Path) -> None:
     own = run.process.local_rank if torch.cuda.is_available() else -1
     with torch.cuda.device(own):
         layout.engine.refuse_model(config, functools.partial(replica_of, trust_remote_code=trusted))
+    for idle in run.loaded.idle(run.machine):
+        console.note(visible(idle))
     warning = context_warning(config, recipe.data.max_length)
     if warning is not None:
         console.warn(warning)

@@ -212,7 +212,8 @@ def refuse_foreign(directory: Path) -> None:
     folders = {(directory / name).parent for name in list_files(directory)}
     kept_out = own_umask()
     # Whoever may write a folder may replace a file in it.
-    for path in [directory.parent, directory, *sorted(folders), *_files(directory)]:
+    files = [directory / name for name in list_files(directory)]
+    for path in [directory.parent, directory, *sorted(folders), *files]:
         status = path.lstat()
         is_mine = status.st_uid in (me, 0)
         is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & kept_out)
@@ -234,7 +235,3 @@ def _cure(directory: Path, *, is_mine: bool) -> str:
     if not is_mine:
         return f"sudo chown -R $USER {parent}"
     return f"chmod go-w {parent} && chmod -R go-w {shlex.quote(str(directory))}"
-
-
-def _files(directory: Path) -> list[Path]:
-    return [directory / name for name in list_files(directory)]
