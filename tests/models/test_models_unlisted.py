@@ -53,4 +53,4 @@ def test_smoothing_z_loss_and_counts_under_caps_and_scales(model_type):
     assert configure(model, LossOptions(label_smoothing=0.1, z_loss=1e-2)) == 1
     torch.testing.assert_close(model(**batch()).loss, wanted, rtol=1e-5, atol=0)
     correct = (rows.argmax(-1) == targets)[trained].sum().item()
-    assert take_counts(model, training=False).tolist() == [correct, trained.sum().item()]
+    assert take_counts(model.modules(), training=False).tolist() == [correct, trained.sum().item()]

@@ -76,7 +76,7 @@ class Work:
     @property
     def packed(self) -> bool:
         """Whether trainkit packs: a step has other rows then, and all train for one epoch."""
-        return self.mode in PACKED
+        return self.mode in PACKED and PAIRS.get(self.mode, ()) is not None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900)
         return {**row, "error": "".join(said)[-2000:]}
     milliseconds = 1e3 * statistics.median(b - a for a, b in list(pairwise(at))[len(at) // 2 :])
     rows = work.steps * work.shape.batch_size / steps * 1e3 / milliseconds
-    if work.packed:
+    if work.mode in PACKED:
         name = "images_per_second" if work.mode == "images" else "pairs_per_second"
         row |= {name: rows, "steps": steps}
     else:

@@ -28,7 +28,7 @@ PAIRS: Mapping[str, tuple[float, float] | None] = {
 data sets of these names have them; None: all rows are as long as they may be, half of it prompt."""
 
 PACKED = (*PAIRS, "images")
-"""What trainkit packs, each with rows of its own: pairs of answers; an image a row."""
+"""With rows of their own, which trainkit packs where lengths differ: pairs; an image a row."""
 
 MODES = ("lora", "qlora", *PACKED)
 """Supervised, and the same over 4 bits with each layer recomputed; then `PACKED`."""

@@ -323,13 +323,17 @@ def takes_loss_from_head(model: nn.Module) -> bool:
     return bool(models) and all(each.why_logits({"labels": ()}) is None for each in models)
 
 
-def take_counts(model: nn.Module, *, training: bool = True) -> torch.Tensor | None:
+def take_counts(modules: Iterable[nn.Module], *, training: bool = True) -> torch.Tensor | None:
     """Correct and trained tokens since the last call, (2,) int64 on the device, without waiting.
+
+    Args:
+        modules: the loss heads may be among them.
+        training: what was counted in training, or in evaluations.
 
     Returns:
         None when no loss has come out of a head since.
     """
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, LossHead) and module.tallies is not None:
             return module.tallies[training].take()
     return None

@@ -65,7 +65,7 @@ def row_test(model: nn.Module, split: RowSplit, *, vocab_size: int, dtype: torch
             logits, loss = _run(model, split.part(batch), device)
         torch.distributed.all_reduce(loss, group=split.group)
         found = split.whole(logits), loss
-    take_counts(model, training=False)  # nobody evaluated
+    take_counts(model.modules(), training=False)  # nobody evaluated
     experts = has_experts(model)
     far = [_apart(found, whole, experts), _apart(moved, whole, experts)]
     for name, error, noise in zip(("logits", "loss"), *far, strict=True):

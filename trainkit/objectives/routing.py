@@ -30,8 +30,8 @@ class Routing:
     Attributes:
         sums: float64: two losses and their weight, then how many tokens each expert of each layer
             got.
-        reached: by a layer's name, how many tokens with a target each expert got in all; kept until
-            somebody has emptied it and set it to None.
+        reached: by a layer's name, how many tokens with a target each expert got in all; None where
+            nobody asks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,15 +54,15 @@ class Routing:
             end += number
         self.shape = (end,)
         self.sums: Tensor | None = None
-        self.reached: dict[str, Tensor] | None = {}
+        self.reached: dict[str, Tensor] | None = None
         self._real: Tensor | None = None
         self._aimed: Tensor | None = None
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """These tokens go through the model now."""
         targets = targets_of(inputs)
-        self._aimed = None if targets is None else (targets != IGNORE_INDEX).flatten()
-        self._real = real_tokens(inputs)
+        self._aimed = None if targets is None else (targets != IGNORE_INDEX).flatten().double()
+        self._real = real_tokens(inputs).double()
 
     def add_losses(self, losses: Tensor, weight: Tensor | float) -> None:
         """A part of a step's routers' losses (2,), and what it has of the step."""
@@ -72,7 +72,7 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        real, aimed = self._real, self._aimed
+        real, aimed = self._real, None if self.reached is None else self._aimed
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or real is None or not module.training or not given:
             return
@@ -81,8 +81,8 @@ class Routing:
         index = next((each for each in given if not each.is_floating_point()), None)
         if index is None and len(given[0]) == number * len(real):  # rows sorted by expert
             got = (given[0].view(number, len(real), -1) != 0).any(-1).double()
-            share = got @ real.double()
-            trained = None if aimed is None else got @ aimed.double()
+            share = got @ real
+            trained = None if aimed is None else got @ aimed
         elif index is not None and index.shape[0] == len(real):
             flat = index.flatten().clamp(0, number)  # the last for those sent nowhere
             share = _counts(flat, real, number)
@@ -90,7 +90,8 @@ class Routing:
         else:  # a part of the tokens
             return
         self._made(share.device)[self._places[name]] += share
-        if self.reached is not None and trained is not None:
+        if trained is not None:
+            assert self.reached is not None
             self.reached[name] = trained + self.reached.get(name, 0.0)
 
     def _made(self, device: torch.device) -> Tensor:
@@ -236,7 +237,7 @@ def _without(model_type: str) -> ModelError:
 
 def _counts(index: Tensor, chosen: Tensor, number: int) -> Tensor:
     """How often each number below ``number`` is in index (T K), of the tokens that are chosen."""
-    weights = chosen.double().repeat_interleave(len(index) // len(chosen))
+    weights = chosen.repeat_interleave(len(index) // len(chosen))
     return weights.new_zeros(number + 1).scatter_add_(0, index, weights)[:number]
 
 

@@ -32,8 +32,8 @@ class ExpertsTrain(Hook):
         for name, layer in _adapters(loop.model) if self._routing and checkpoint is None else ():
             hear = partial(self._hear, name, layer.num_experts)
             self._hooks.append(_factor(layer).register_hook(hear))
-        if not self._hooks and self._routing is not None:
-            self._routing.reached = None
+        if self._routing is not None:
+            self._routing.reached = {} if self._hooks else None
 
     def _hear(self, name: str, number: int, gradient: Tensor) -> None:
         got = _experts_in(gradient, number)

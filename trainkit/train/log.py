@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.trainer_utils import speed_metrics
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
+from trainkit.models.loss import LossHead
 from trainkit.models.loss import take_counts as take_correct
 from trainkit.objectives.objective import BatchCounts
 from trainkit.parallel.engine import Fetched, on_device
@@ -76,6 +76,7 @@ class Rows(Hook):
         """Begin to count; a continued run goes on with what was counted since its last row."""
         args, state = loop.args, loop.state
         self.may_wait = args.device.type == "cuda"
+        self._heads = [each for each in loop.model.modules() if isinstance(each, LossHead)]
         self.loss_sum = torch.zeros((), device=args.device)
         self.logged_step = self._first = state.global_step
         self._total, self._began = 0.0, time.time()
@@ -184,7 +185,7 @@ class Rows(Hook):
         if loop.loss.train_metrics is not None:
             own = loop.loss.train_metrics.take(device)
             added["own"] = own.flatten().double() * layout.counts_losses
-        correct = self._take_correct(loop.model)
+        correct = self._take_correct()
         # Only some ranks have the head where a model is spread over several.
         nothing = torch.zeros(2, device=device)
         added["correct"] = (nothing if correct is None else correct).double()
@@ -276,8 +277,8 @@ class Rows(Hook):
             row["peak_memory_gib"] = taken.peak_bytes / 2**30
         return row
 
-    def _take_correct(self, model: nn.Module) -> torch.Tensor | None:
-        correct, earlier = take_correct(model), self.correct
+    def _take_correct(self) -> torch.Tensor | None:
+        correct, earlier = take_correct(self._heads), self.correct
         self.correct = None
         if correct is None or earlier is None:
             return earlier if correct is None else correct
@@ -307,7 +308,7 @@ class Rows(Hook):
         misses = loop.stop.misses_evaluation
         if not misses and loop.state.global_step == self.logged_step:
             return
-        self.correct = correct = self._take_correct(loop.model)
+        self.correct = correct = self._take_correct()
         own = loop.loss.train_metrics
         sums = None if own is None else own.sums
         missed = "figures" if loop.hook(Evaluations).is_alone else "all"

@@ -240,7 +240,7 @@ class TryLongestBatch(Hook):
             fits = False
         else:
             fits = True
-        take_correct(loop.model)  # what the head has counted of it is no part of the run
+        take_correct(loop.model.modules())  # what the head has counted of it is no part of the run
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
