@@ -184,7 +184,7 @@ def _unsloth(work: Work, output: Path) -> list[str]:
 TOOLS: Mapping[str, Tool] = {
     "trainkit": Tool("trainkit", _trainkit, _STEP_OF_TRAINKIT),
     "trainkit-fp8": Tool(
-        "trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT, ["lora"]
+        "trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT, ["lora", "images"]
     ),
     "trainkit-shared": Tool("trainkit", partial(_trainkit, shared=True), _STEP_OF_TRAINKIT, PAIRS),
     "trl": Tool("trl", _trl),
