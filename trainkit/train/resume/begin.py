@@ -337,14 +337,13 @@ class TakeUp(Hook):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
-        options, lora = loop.group_options, loop.run.recipe.lora
-        saved = lora is not None and lora.saved_lr_ratio is not None
-        other = " in modules_to_save" if saved else " in LoRA+'s B matrices"
         changed: dict[str, tuple[float, float]] = {}
-        for was, now, given in zip(before, rates, options, strict=True):
+        for was, now, given in zip(before, rates, loop.group_options, strict=True):
+            own = given.get("initial_lr", given["lr"])  # "lr" may be that of a first warm-up step
             if was != now:
-                is_usual = given["lr"] == loop.args.learning_rate
-                changed.setdefault("" if is_usual else other, (was, now))
+                is_usual = own == loop.args.learning_rate
+                others = f" where learning_rate is {own:.4g}"  # of LoRA+, of another part's weights
+                changed.setdefault("" if is_usual else others, (was, now))
         for where, (was, now) in sorted(changed.items()):
             loop.run.console.note(
                 f"the learning rate goes on at {now:.4g}{where}; it was {was:.4g}"
