@@ -8,12 +8,13 @@ import ast
 import contextlib
 import textwrap
 
+import pictures
 import pytest
 import torch
 from families.family_models import make
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import AutoModelForImageTextToText, LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rope
 from transformers.models.llama import modeling_llama
@@ -747,3 +748,11 @@ def test_weights_in_parts_are_proved_by_kind():
     assert report.own.by_kind == {"weights in parts or nowhere": 1}
     assert report.row("swiglu").num_modules == 2
     assert "2 with their own weights" in str(report)
+
+
+def test_modules_of_one_class_run_on_what_one_of_their_shape_was_given():
+    """The norms of a tower's mergers are wider where they stand behind deeper layers."""
+    config = pictures.make_config("qwen3_vl", pictures.make_tokenizer("patches"))
+    own = patch_kernels(AutoModelForImageTextToText.from_config(config)).own
+    assert own.num
+    assert not own.by_kind

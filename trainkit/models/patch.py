@@ -177,7 +177,7 @@ def patch_kernels(
     swaps, numbers, plain = plan.swaps(model, on)
     own = OwnProof()
     if proves:
-        calls = {module: plan.calls.get(plan.key_of(module)) for module in swaps}
+        calls = {module: plan.call_of(module) for module in swaps}
         own = prove_instances(causal_lm, calls, swaps, plan.attention)
         if own.refused:
             swaps, numbers, plain = plan.swaps(model, on, without=own.left_out(causal_lm))

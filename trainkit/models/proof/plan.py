@@ -62,6 +62,10 @@ class Part:
     label: str
 
 
+def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(each.shape for each in module.parameters())
+
+
 @dataclass
 class Plan:
     """Everything that was found in one model.
@@ -79,7 +83,8 @@ class Plan:
     whole_error: float | None = None
     dropped: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    calls: dict[Signature, Any] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
+    """What modules were called with, by their place in ``parts`` and their weights' shapes, too."""
     attention: str = "eager"
     seconds: float = 0.0
 
@@ -97,6 +102,17 @@ class Plan:
         """Its place in ``parts``; what runs its own lines may differ in numbers."""
         key = code_signature(module)
         return key if key in self.parts else signature(module)
+
+    def note_call(self, module: nn.Module, given: Any) -> None:
+        key = self.key_of(module)
+        if key in self.parts:
+            self.calls.setdefault(key, given)
+            self.calls.setdefault((key, _shapes(module)), given)
+
+    def call_of(self, module: nn.Module) -> Any:
+        """What one of its shapes was called with, or one of other shapes; None for none."""
+        key = self.key_of(module)
+        return self.calls.get((key, _shapes(module)), self.calls.get(key))
 
     def findings(self, op: str) -> list[tuple[str, Finding]]:
         found = [
@@ -232,9 +248,7 @@ def _make_plan(model: Any) -> Plan:
                 torch.manual_seed(1)
                 _find(replica, plan)
                 for call in _first_calls(replica.eval(), _FEW_TOKENS):
-                    key = plan.key_of(call.module)
-                    if key in plan.parts:
-                        plan.calls.setdefault(key, recordable(call.args, call.kwargs))
+                    plan.note_call(call.module, recordable(call.args, call.kwargs))
                 _settle(replica.train(), plan)
     except FAILURES as error:
         reported = (str(error).splitlines() or [""])[0][:160]
