@@ -89,7 +89,7 @@ def test_the_shape_of_a_schedule_acts_from_the_checkpoint_on(project, case):
     assert [rates[step] for step in (5, 8)] == pytest.approx([rate(4), rate(7)])
     assert f"from step 4 on, {change.split('=')[0]}" in result.err
     rate_now = f"the learning rate goes on at {rates[5]:.4g}; it was"
-    if case == "LoRA+":  # A goes on as it did
+    if case == "LoRA+":
         rate_now = f"goes on at {2 * rates[5]:.4g} where learning_rate is 0.02; it was"
     assert rate_now in result.err
     import torch

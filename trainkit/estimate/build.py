@@ -292,8 +292,7 @@ def built(job: Job, attention: str | None) -> Built:
             with fake:
                 known += _train_in_fp8(model, job)
         model.train()
-    layers = layers_of(base)
-    return Built(whole, fake, model, layers, known, why)
+    return Built(whole, fake, model, layers_of(base), known, why)
 
 
 def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:

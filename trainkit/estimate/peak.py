@@ -181,8 +181,7 @@ def buffers(plan: Plan) -> float:
 
 def _of_a_layer(plan: Plan) -> float:
     """Weights of the largest layer's matrices."""
-    kinds = plan.shape.kinds
-    return max((kind.numbers - kind.vectors for kind in kinds), default=0)
+    return max((kind.numbers - kind.vectors for kind in plan.shape.kinds), default=0)
 
 
 AVERAGED = 2**26

@@ -324,15 +324,7 @@ def takes_loss_from_head(model: nn.Module) -> bool:
 
 
 def take_counts(modules: Iterable[nn.Module], *, training: bool = True) -> torch.Tensor | None:
-    """Correct and trained tokens since the last call, (2,) int64 on the device, without waiting.
-
-    Args:
-        modules: the loss heads may be among them.
-        training: what was counted in training, or in evaluations.
-
-    Returns:
-        None when no loss has come out of a head since.
-    """
+    """Correct and trained tokens since the last call, (2,) int64 on the device; None for none."""
     for module in modules:
         if isinstance(module, LossHead) and module.tallies is not None:
             return module.tallies[training].take()

@@ -177,7 +177,8 @@ def patch_kernels(
     swaps, numbers, plain = plan.swaps(model, on)
     own = OwnProof()
     if proves:
-        calls = {module: plan.call_of(module) for module in swaps}
+        keys = {module: plan.call_keys(module) for module in swaps}
+        calls = {m: plan.calls.get(exact, plan.calls.get(key)) for m, (exact, key) in keys.items()}
         own = prove_instances(causal_lm, calls, swaps, plan.attention)
         if own.refused:
             swaps, numbers, plain = plan.swaps(model, on, without=own.left_out(causal_lm))

@@ -170,8 +170,7 @@ class _Encoded:
 def _encode(directory: Path, trusted: bool) -> _Encoded:
     """Of texts; without a tokenizer next to the model, of fixed token ids."""
     if not (directory / "tokenizer_config.json").exists():
-        ids = [torch.arange(1, 9)[None] + 3 * i for i in range(len(PROMPTS))]
-        return _Encoded(ids, None)
+        return _Encoded([torch.arange(1, 9)[None] + 3 * i for i in range(len(PROMPTS))], None)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)

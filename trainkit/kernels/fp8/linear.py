@@ -90,8 +90,7 @@ class Fp8Weight:
     def product(self, x: SharedInput, storage: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` (M, N): rounded to bf16, in the rows' dtype."""
         codes, scales = x.quantized()
-        out = fp8_matmul(codes, scales, storage.view(FP8), self.scales, bias)
-        return out.to(x.rows.dtype)
+        return fp8_matmul(codes, scales, storage.view(FP8), self.scales, bias).to(x.rows.dtype)
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,6 @@ PLAIN = "16 bits"
 
 _MEASUREMENTS = 8
 """Of groups together, at most."""
-_SHARE_OF_GROUPS = 3
-"""One in so many batches says what a group costs by itself; all of them what is taken costs."""
 _SHARES = 2000
 """Of a budget: how finely costs are added up."""
 
@@ -183,9 +181,9 @@ def choose(
     choice = Fp8Choice(options.model_dump(), tuple(groups), dict(candidates.kept), timing)
     if probe is None or options.loss_budget == ALL:
         return replace(choice, groups=tuple(_taken(group, frozen) for group in groups))
+    few = probe.part()
     measured = [
-        replace(group, loss_increase=probe.increase(group.layers, roughly=True).expected)
-        for group in groups
+        replace(group, loss_increase=few.increase(group.layers).expected) for group in groups
     ]
     limit = float(options.loss_budget) * probe.loss
     labels, together = _within(measured, limit, probe.increase)
@@ -423,53 +421,50 @@ class Probe:
     loss: float = 0.0
     num_tokens: int = 0
     agree: Callable[[Any], Any] = lambda value: value
-    _plain: list[tuple[Tensor, float]] = field(default_factory=list)
-    """Of each batch, the plain model's logits and the sum of its losses."""
-    _floors: dict[tuple[str, bool], float] = field(default_factory=dict)
+    _plain: list[Tensor] = field(default_factory=list)
+    _floors: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
+        total = 0.0
         for batch in self.batches:
             logits, labels = self._trained_logits(batch)
-            total = 0.0
+            self._plain.append(logits)
+            self.num_tokens += len(labels)
             for rows, wanted in _pieces(logits, labels):
                 total += functional.cross_entropy(rows.float(), wanted, reduction="sum").item()
-            self._plain.append((logits, total))
-            self.num_tokens += len(labels)
-        self.loss = self.agree(sum(each for _, each in self._plain) / max(self.num_tokens, 1))
+        self.loss = self.agree(total / max(self.num_tokens, 1))
 
-    def increase(self, layers: Iterable[str], *, roughly: bool = False) -> Increase:
-        """What fp8 forward products in these layers cost, all other layers plain.
+    def part(self) -> Probe:
+        """A third of the text, which ranks groups as well."""
+        few = Probe(self.model, self.batches[: -(-len(self.batches) // 3)], agree=self.agree)
+        few.begin()
+        return few
 
-        ``roughly``: on a third of the batches.
-        """
+    def increase(self, layers: Iterable[str]) -> Increase:
+        """What fp8 forward products in these layers cost, all other layers plain."""
         layers = list(layers)
         found = self._with(
-            swap_in(self.model, dict.fromkeys(layers, (True, True)), in_evaluation=True), roughly
+            swap_in(self.model, dict.fromkeys(layers, (True, True)), in_evaluation=True)
         )
-        floor = self._floor(layers[0], roughly)
+        floor = self._floor(layers[0])
         increase: Increase = self.agree(Increase(max(found.expected - floor, 0.0), found.seen))
         return increase
 
-    def _floor(self, layer: str, roughly: bool) -> float:
+    def _floor(self, layer: str) -> float:
         """What another order of sums in a layer, and so in all that follow, does."""
-        # Its block: the roles in it begin at the same depth.
-        key = layer.rpartition(".")[0], roughly
-        if key not in self._floors:
+        part = layer.rpartition(".")[0]  # its block: the roles in it begin at the same depth
+        if part not in self._floors:
             module = self.model.get_submodule(layer)
             other = subclass_of(type(module), _OtherOrder)
-            self._floors[key] = self._with(Swaps(self.model, {module: other}), roughly).expected
-        return self._floors[key]
+            self._floors[part] = self._with(Swaps(self.model, {module: other})).expected
+        return self._floors[part]
 
-    def _with(self, swaps: Swaps, roughly: bool) -> Increase:
+    def _with(self, swaps: Swaps) -> Increase:
         """How predictions and loss differ from the plain model's, with swaps that it reverts."""
         divergence = loss = 0.0
-        count = 0
-        number = max(1, len(self.batches) // _SHARE_OF_GROUPS) if roughly else len(self.batches)
         try:
-            for batch, (plain, before) in zip(self.batches[:number], self._plain, strict=False):
+            for batch, plain in zip(self.batches, self._plain, strict=True):
                 logits, labels = self._trained_logits(batch)
-                count += len(labels)
-                loss -= before
                 for rows, other, wanted in _pieces(logits, plain, labels):
                     ours, theirs = (
                         functional.log_softmax(each.float(), dim=-1) for each in (rows, other)
@@ -478,7 +473,8 @@ class Probe:
                     loss += functional.nll_loss(ours, wanted, reduction="sum").item()
         finally:
             swaps.revert()
-        return Increase(divergence / max(count, 1), loss / max(count, 1))
+        count = max(self.num_tokens, 1)
+        return Increase(divergence / count, loss / count - self.loss)
 
     def _trained_logits(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(T, V) and (T,) of the tokens that are trained on."""

@@ -269,8 +269,7 @@ def find_gated_norm(module: nn.Module, x: Tensor, gate: Tensor, result: Tensor) 
     detail = f"{made.cast} rounding, eps {fit.variant.epsilon:g}, {made.activation} gate "
     detail += "before it" if made.gate_first else "behind it"
     detail += f", groups of {made.group}" if made.group != hidden else ""
-    settings = {"made": made}
-    return Finding("gated_rms_norm", "on", detail, fit.error, share, GatedNorm, settings)
+    return Finding("gated_rms_norm", "on", detail, fit.error, share, GatedNorm, {"made": made})
 
 
 def _decisions(module: nn.Module) -> list[str]:

@@ -62,10 +62,6 @@ class Part:
     label: str
 
 
-def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
-    return tuple(each.shape for each in module.parameters())
-
-
 @dataclass
 class Plan:
     """Everything that was found in one model.
@@ -84,7 +80,6 @@ class Plan:
     dropped: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
-    """What modules were called with, by their place in ``parts`` and their weights' shapes, too."""
     attention: str = "eager"
     seconds: float = 0.0
 
@@ -103,16 +98,10 @@ class Plan:
         key = code_signature(module)
         return key if key in self.parts else signature(module)
 
-    def note_call(self, module: nn.Module, given: Any) -> None:
+    def call_keys(self, module: nn.Module) -> tuple[Any, Any]:
+        """Of ``calls``: for a module of just these weights' shapes, and for any of its kind."""
         key = self.key_of(module)
-        if key in self.parts:
-            self.calls.setdefault(key, given)
-            self.calls.setdefault((key, _shapes(module)), given)
-
-    def call_of(self, module: nn.Module) -> Any:
-        """What one of its shapes was called with, or one of other shapes; None for none."""
-        key = self.key_of(module)
-        return self.calls.get((key, _shapes(module)), self.calls.get(key))
+        return (key, tuple(each.shape for each in module.parameters())), key
 
     def findings(self, op: str) -> list[tuple[str, Finding]]:
         found = [
@@ -248,7 +237,10 @@ def _make_plan(model: Any) -> Plan:
                 torch.manual_seed(1)
                 _find(replica, plan)
                 for call in _first_calls(replica.eval(), _FEW_TOKENS):
-                    plan.note_call(call.module, recordable(call.args, call.kwargs))
+                    exact, key = plan.call_keys(call.module)
+                    if key in plan.parts:
+                        given = recordable(call.args, call.kwargs)
+                        plan.calls = {exact: given, key: given} | plan.calls
                 _settle(replica.train(), plan)
     except FAILURES as error:
         reported = (str(error).splitlines() or [""])[0][:160]

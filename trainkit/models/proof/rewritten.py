@@ -296,8 +296,7 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
     x16 = [each.to(torch.bfloat16) for each in inputs]
     ours = kernel_for(function, fit.variant)
     share = share_of_other_bits(on(function, low), on(ours, low), x16)
-    settings = {"turn": fit.variant}
-    return Finding("rope", "on", str(fit.variant), fit.error, share, None, settings)
+    return Finding("rope", "on", str(fit.variant), fit.error, share, None, {"turn": fit.variant})
 
 
 def _repeats(flat: list[Any]) -> bool:
