@@ -140,8 +140,7 @@ class ConversationMaker:
     def _reverse(self, language: Language) -> tuple[str, str]:
         words = self._words(language, "reverse", 2)
         question = language.reverse.format(words=language.joiner.join(words))
-        backwards = language.joiner.join(reversed(words))
-        return question, language.reverse_answer.format(words=backwards)
+        return question, language.reverse_answer.format(words=language.joiner.join(reversed(words)))
 
 
 def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:

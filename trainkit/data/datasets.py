@@ -175,8 +175,7 @@ def pack(lengths: np.ndarray, max_length: int, *, seed: int, epoch: int) -> list
         if rest:
             open_rows[rest].append(row)
             free_sizes |= 1 << rest
-    order_of_rows = random.permutation(len(rows))
-    return [np.array(rows[row], dtype=np.int64) for row in order_of_rows]
+    return [np.array(rows[row], dtype=np.int64) for row in random.permutation(len(rows))]
 
 
 def efficiency(lengths: np.ndarray, max_length: int) -> float:

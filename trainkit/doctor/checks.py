@@ -195,8 +195,7 @@ def _no_gpu() -> Finding:
         what = f"torch {torch.__version__} is built for CPUs, and this machine has a GPU"
         return Finding("gpu", "error", what, _TORCH)
     if hiding is not None:
-        what = f"{_HIDING}={hiding!r} leaves none"
-        return Finding("gpu", "error", what, f"unset {_HIDING}")
+        return Finding("gpu", "error", f"{_HIDING}={hiding!r} leaves none", f"unset {_HIDING}")
     if not any(_DEVICES.glob("nvidia[0-9]*")):
         return Finding(
             "gpu",

@@ -157,8 +157,7 @@ class Adapters:
 
     @classmethod
     def of(cls, options: LoraOptions | None = None, *, offload: bool = False) -> Adapters:
-        options = options or LoraOptions()
-        return cls(options.model_dump_json(include=_DECIDE), offload)
+        return cls((options or LoraOptions()).model_dump_json(include=_DECIDE), offload)
 
     @functools.cached_property
     def options(self) -> LoraOptions:

@@ -226,8 +226,7 @@ def _only_read(model: Any, read: Sequence[tuple[int, int]]) -> Iterator[None]:
     def choose(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         del module
         hidden = inputs[0]
-        chosen = hidden[rows.to(hidden.device), places.to(hidden.device)]
-        return (chosen[None], *inputs[1:])
+        return (hidden[rows.to(hidden.device), places.to(hidden.device)][None], *inputs[1:])
 
     handle = head.register_forward_pre_hook(choose)
     try:

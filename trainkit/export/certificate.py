@@ -90,8 +90,7 @@ def _continue(model: Any, ids: Sequence[int]) -> list[int]:
 def predictions(model: Any, input_ids: Sequence[int], start: int) -> Tensor:
     """The logits that predict the tokens from ``start`` on, in float32 on the CPU."""
     ids = torch.tensor([list(input_ids)], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-    return logits.float().cpu()
+    return model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].float().cpu()
 
 
 # -- The exported model ---------------------------------------------------------------------------

@@ -141,5 +141,4 @@ class Fp8Served(TransformersServed):
 
 def _round_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     value, scale = inputs[0], _scale(inputs[0])
-    rounded = (value / scale).clamp(-LARGEST, LARGEST).to(FP8).to(value.dtype) * scale
-    return (rounded, *inputs[1:])
+    return ((value / scale).clamp(-LARGEST, LARGEST).to(FP8).to(value.dtype) * scale, *inputs[1:])

@@ -190,8 +190,7 @@ def wrapping_of(render: Render, bos: str) -> Wrapping:
 
 def _common(first: str, second: str) -> str:
     pairs = enumerate(zip(first, second, strict=False))
-    shortest = min(len(first), len(second))
-    return first[: next((at for at, (a, b) in pairs if a != b), shortest)]
+    return first[: next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))]
 
 
 def _refused(why: str) -> ModelError:

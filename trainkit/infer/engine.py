@@ -407,8 +407,7 @@ def own_attention(source: ModelOptions) -> str | None:
     SDPA knows no cap of the scores and drops it without a word.
     """
     config = load_config(source).get_text_config()
-    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return "eager" if is_capped else None
+    return "eager" if getattr(config, "attn_logit_softcapping", None) is not None else None
 
 
 class _StopOnRequest(StoppingCriteria):

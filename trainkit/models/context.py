@@ -36,5 +36,4 @@ def _scaled(scaling: Mapping[str, Any], limit: int) -> int:
         return limit  # Llama 3's limit is the scaled one already
     if not isinstance(factor, (int, float)) or not math.isfinite(factor):
         return limit
-    original = scaling.get("original_max_position_embeddings") or limit
-    return int(original * factor)
+    return int((scaling.get("original_max_position_embeddings") or limit) * factor)

@@ -39,8 +39,7 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if any(isinstance(layer, TrainedFp8) for layer in linears):
         return together(x, linears)
     weights = [layer.weight for layer in linears]
-    biases = [layer.bias for layer in linears]
-    return _Linears.apply(x, _num_alone(weights), *weights, *biases)
+    return _Linears.apply(x, _num_alone(weights), *weights, *(layer.bias for layer in linears))
 
 
 def apply_feed_forward(

@@ -139,8 +139,7 @@ def _tiles(x: Tensor, count: int) -> list[tuple[Tensor, slice]]:
     """Tiles of (1, T, H), of nearly equal size, and where each is."""
     tokens = x.shape[1]
     ends = [tokens * number // count for number in range(count + 1)]
-    places = [slice(*ends[number : number + 2]) for number in range(count)]
-    return [(x[:, at], at) for at in places]
+    return [(x[:, at], at) for at in [slice(*ends[number : number + 2]) for number in range(count)]]
 
 
 @torch.no_grad()

@@ -91,8 +91,7 @@ def reward_figures(rewards: Tensor, lengths: Tensor, is_real: Tensor) -> dict[st
 
 def token_means(sums: Tensor, lengths: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
     """A figure that is the mean over all tokens of answers (pairs,)."""
-    total = torch.where(is_real, sums, 0).sum()
-    return total, torch.where(is_real, lengths, 0).sum()
+    return torch.where(is_real, sums, 0).sum(), torch.where(is_real, lengths, 0).sum()
 
 
 class PairLoss(AnswerLoss):

@@ -267,8 +267,7 @@ def count_local_gpus() -> int:
 def this_machine() -> Machine:
     """The machine a run started here would find, without importing torch."""
     num_gpus = count_local_gpus()
-    world_size = whole_number(os.environ, "WORLD_SIZE", max(num_gpus, 1))
-    return Machine(world_size, on_cpu=num_gpus == 0)
+    return Machine(whole_number(os.environ, "WORLD_SIZE", max(num_gpus, 1)), on_cpu=num_gpus == 0)
 
 
 def quieten_imports() -> None:

@@ -25,8 +25,7 @@ def schema_uri() -> str:
 
 def describe_recipe(path: Path) -> str:
     """The first sentence of the comment at the top of a shipped recipe."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
 
 
 def shipped_text(name: str) -> str:

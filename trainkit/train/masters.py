@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.evaluation_mode import changed
-from trainkit.kernels.adamw.function import add_square_sum_
-from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 from trainkit.parallel.engine import HALF_DTYPES
 
 # Gradients as they arrive in the backward pass: averaged over ranks, measured, and watched.
@@ -65,6 +63,8 @@ class Arrivals:
         """Average a gradient over the ranks, in place, and take its norm."""
         if self._num_ranks > 1:
             torch.distributed.all_reduce(gradient.div_(self._num_ranks))
+        from trainkit.kernels.adamw.function import add_square_sum_
+
         add_square_sum_(gradient, self._squares, self._is_bad)
 
     @property
@@ -487,6 +487,8 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         chance: int,
     ) -> None:
         """Where the device says that no step may be taken nothing is changed."""
+        from trainkit.kernels.adamw_8bit.function import adamw_8bit_
+
         group, device = self.param_groups[self._group_of[parameter]], weight.device
         if device not in self._constants:
             self._constants[device] = torch.zeros((), device=device), torch.ones((), device=device)

@@ -369,8 +369,7 @@ def _power_of_2(factors: Tensor) -> Tensor:
     """
     if not len(factors):
         return factors.new_ones(())
-    exponent = torch.frexp(factors.abs().amax()).exponent
-    return torch.ldexp(factors.new_ones(()), exponent)
+    return torch.ldexp(factors.new_ones(()), torch.frexp(factors.abs().amax()).exponent)
 
 
 def grad_scale_of(dtype: torch.dtype) -> float:
@@ -383,8 +382,7 @@ def chunk_rows(num_rows: int, limit: int) -> int:
     if num_rows <= limit:
         return num_rows
     num_chunks = -(-num_rows // limit)
-    equal = -(-num_rows // (num_chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE
-    return min(equal, limit)
+    return min(-(-num_rows // (num_chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE, limit)
 
 
 # -- What linear cross entropy means, in plain torch ----------------------------------------------

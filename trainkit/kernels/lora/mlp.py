@@ -342,6 +342,5 @@ def _through_the_rank(branches: _Branches, first: list[Layer], a: Tensor) -> Ten
     factors = [layer.b for layer in first if layer.b is not None]
     if branches.pair is not None and len(factors) == 2 and same_adapters(*factors):
         p = a.new_empty((branches.pair.shape[1], a.shape[0]))
-        stacked = torch.stack([factor.t() for factor in factors])
-        return products.rows_pair(branches.pair, stacked, p)
+        return products.rows_pair(branches.pair, torch.stack([factor.t() for factor in factors]), p)
     return through_the_rank(branches.douts, first, a)

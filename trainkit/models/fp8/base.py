@@ -3,8 +3,6 @@
 The base is read as it was saved and quantised layer by layer, so a GPU never holds more than one
 layer in 16 bits. Each layer is then compared with what it was: the weight itself, and its product
 in both directions on random rows. `describe_fp8` gives the errors to ``kernels.json``.
-
-How far a layer in fp8 may be from itself in 16 bits, and how far it is.
 """
 
 from __future__ import annotations

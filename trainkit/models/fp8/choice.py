@@ -219,8 +219,7 @@ def _taken(group: ChosenGroup, frozen: bool) -> ChosenGroup:
 def _left(group: ChosenGroup) -> ChosenGroup:
     """Without its forward product in fp8."""
     reason = group.reason or "not within the budget"
-    runs = PLAIN if group.backward_ms <= 0 else BACKWARD
-    return replace(group, runs=runs, reason=reason)
+    return replace(group, runs=PLAIN if group.backward_ms <= 0 else BACKWARD, reason=reason)
 
 
 def _within(
@@ -396,8 +395,7 @@ def _parts(depths: Sequence[int]) -> list[Sequence[int]]:
     between = depths[1:-1]
     number = min(_PARTS_BETWEEN, len(between))
     cuts = [len(between) * i // number for i in range(number + 1)]
-    middle = [between[a:b] for a, b in itertools.pairwise(cuts)]
-    return [depths[:1], *middle, depths[-1:]]
+    return [depths[:1], *[between[a:b] for a, b in itertools.pairwise(cuts)], depths[-1:]]
 
 
 MOST_LOGITS = 2**29

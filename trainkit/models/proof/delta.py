@@ -151,14 +151,12 @@ def find_delta(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
         truth = Truth(plain, inputs, module.parameters(), BRANCHES)
         off, why = truth.error or truth.against(other)
         if why:
-            reason = f"it cannot be compared: {why}"
-            return Finding("gated_delta_rule", "refused", reason)
+            return Finding("gated_delta_rule", "refused", f"it cannot be compared: {why}")
         error = max(error, off)
     if not error < _EXACT:
         reason = f"its rule is another one: off by {error:.0e}"
         return Finding("gated_delta_rule", "refused", reason, error)
-    detail = "documents are kept apart"
-    return Finding("gated_delta_rule", "on", detail, error, None, DeltaNet, {})
+    return Finding("gated_delta_rule", "on", "documents are kept apart", error, None, DeltaNet, {})
 
 
 def gate_projections(module: nn.Module, width: int) -> frozenset[str]:
