@@ -7,21 +7,26 @@ turns up.
 """
 
 import functools
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 REDACTED = "<redacted>"
 
 _SECRET_WORD = re.compile(
-    r"secrets?|passw(?:or)?d|passphrase|credentials?|authorization|jwt|cookie"
+    r"secrets?|[a-z]*passw(?:or)?d|[a-z]*passphrase|credentials?|authorization|jwt|cookie|(?:root|admin|bind|user|db)pw"
     r"|(?:api|access|secret|private|account)keys?|(?:auth|access|api|refresh|id|hub|hf)token"
 )
 _KEY_OWNER = re.compile(
     r"api|access|private|secret|account|auth|encryption|signing|ssh|master|license"
 )
-_PASS_OWNER = re.compile(r"db|smtp|mail|email|ftp|http|proxy|user|admin|root|mysql|redis|pg|my")
+_PASS_OWNER = re.compile(
+    r"db|smtp|mail|email|ftp|http|proxy|user|admin|root|mysql|redis|pg|my|ssh|become|vault|sudo|bind|svn"
+    r"|key|store|cert|login|account|wifi|vpn|rdp|ldap|sql|postgres|mongo|rabbitmq|git|docker"
+)
 # "token" is ambiguous in this field: eos_token and pad_token name vocabulary entries. These words
 # before it mark the harmless kind.
 _VOCABULARY_WORD = re.compile(
@@ -30,64 +35,36 @@ _VOCABULARY_WORD = re.compile(
     r"|prompt|system|user|assistant|trained|a|an|the|each|every|this"
 )
 
-# Shapes that the services publish, so that leaked ones are found; the length floors avoid words.
-_SHAPES = (  # none is shorter than 15 characters, as most words are
-    # AI and its trackers
-    r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,80}[0-9])[\w-]{20,}|gsk_\w{30,}"
-    r"|r8_\w{30,}|xai-\w{40,}|pplx-\w{32,}|nvapi-[\w-]{30,}|lsv2_(?:pt|sk)_\w{20,}|pcsk_\w{20,}"
-    r"|wandb_v1_\w{16,}|eyJhcGlf[\w+/=-]{20,}|jina_\w{40,}|fw_\w{20,}|tgp_v1_[\w-]{20,}"
-    r"|rpa_[A-Z0-9]{40,}|tvly-[\w-]{24,}|e2b_[a-f0-9]{40}|KGAT_[a-f0-9]{32}|csk-[a-z0-9]{40,}"
-    r"|sk_[a-f0-9]{48}|vck_\w{50,}",
-    # Clouds
-    r"(?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}|AIza[\w-]{35}|ya29\.[\w-]{16,}"
-    r"|GOCSPX-[\w-]{20,}|1//0[\w-]{20,}|LTAI[A-Za-z0-9]{16,}|AKID[A-Za-z0-9]{32}"
-    r"|do[opr]_v1_[a-f0-9]{64}|dapi[0-9a-f]{32}(?:-\d)?|hv[sb]\.[\w-]{20,}|dp\.\w{2,8}\.\w{40,}"
-    r"|[\w~.]{3}[0-9]Q~[\w~.-]{31,34}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,}|pul-[a-f0-9]{40}"
-    r"|tskey-[a-z]+-[\w-]{10,}|pscale_[a-z]+_[\w.=-]{30,}|glsa_\w{30,}|glc_[\w+/=]{32,}"
-    r"|sbp_[a-f0-9]{40}|sb_secret_[\w-]{20,}|ops_eyJ[\w+/=-]{60,}|AGE-SECRET-KEY-1[0-9A-Z]{50,}"
-    r"|ABSK[\w+/]{100,}|bedrock-api-key-[\w+/=-]{20,}|[A-Za-z0-9]{52}JQQJ99[A-Za-z0-9]{26}"
-    r"|4b1d[A-Za-z0-9]{38}(?!\w)|v1\.0-[a-f0-9]{24}-[a-f0-9]{146}|eyJrIjoi[\w+/=]{60,}"
-    r"|dt0c01\.[A-Z0-9a-z]{24}\.[A-Z0-9a-z]{64}|fm(?:1[ar]|2)_[\w+/=-]{40,}|fo1_[\w-]{40,}"
-    r"|s\.(?=[A-Za-z]{0,23}[0-9])[A-Za-z0-9]{24}(?![\w.])|sha256~[\w-]{43}|HRKU-AA[\w-]{58}"
-    r"|A3-[A-Z0-9]{6}(?:-[A-Z0-9]{11}|-[A-Z0-9]{6}-[A-Z0-9]{5})(?:-[A-Z0-9]{5}){3}"
-    r"|nfp_\w{36}|rnd_\w{28}|t1\.[\w-]+={0,2}\.[\w-]{86}|AQVN[\w-]{35,}",
-    # Code and packages
-    r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{50,}"
-    r"|gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|oas|soat|ffct)-[\w.-]{16,}|dckr_(?:pat|oat)_[\w-]{20,}"
-    r"|rubygems_[a-f0-9]{48}|CLOJARS_\w{60}|ATATT3[\w=-]{60,}|ATBB\w{24,}|AKCp\w{60,}"
-    r"|sq[pua]_[a-f0-9]{40}|sntry[su]_[\w+/=-]{40,}|PMAK-[\w-]{40,}|NR(?:AK|JS|II|RA)-[\w-]{19,}|figd_[\w-]{30,}"
-    r"|lin_api_\w{32,}|ntn_\w{40,}|secret_[A-Za-z0-9]{43}|pat[A-Za-z0-9]{14}\.[a-f0-9]{64}"
-    r"|GR1348941[\w-]{20,}|_gitlab_session=\w{32}|cmVmd[A-Za-z0-9]{59}|p8e-[a-z0-9]{32}"
-    r"|API-[A-Z0-9]{26}(?!\w)|[ps]at\.[\w-]{22}\.\w{24}\.\w{20}|pnu_[A-Za-z0-9]{36}"
-    r"|rdme_[a-z0-9]{70}|tk-us-[\w-]{48}|sm_[aps]at_[A-Za-z0-9]{16}|ico-[A-Za-z0-9]{32}"
-    r"|sgp_(?:[a-f0-9]{16}_|local_)?[a-fA-F0-9]{40}|s-s4t2(?:ud|af)-[a-f0-9]{64}"
-    r"|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk|dnkey-[\w=-]{60,}|fio-u-[\w=-]{60,}"
-    r"|(?:scauth|sc|ext|authress)_\w{5,30}\.\w{4,6}\.acc[_-][\w-]{10,32}\.[\w+/=-]{30,}",
-    # Messages and money
-    r"xox[a-z](?:\.xox[a-z])?-[\w-]{10,}|xapp-\d-[\w-]{10,}|SK[0-9a-fA-F]{32}|key-[0-9a-f]{32}"
-    r"|SG\.[\w=.-]{60,}|[0-9a-f]{32}-us\d{1,2}|[0-9]{5,16}:A[\w-]{34}|xkeysib-[\w-]{64,}"
-    r"|(?:sk|rk|pk)_(?:live|test|prod)_\w{10,}|whsec_[\w+/=]{20,}|sq0[a-z]{3}-[\w-]{22,}"
-    r"|EAAA[\w-]{22,}|EAA[A-Za-z0-9]{100,}|shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sl\.[\w=-]{100,}"
-    r"|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,}|shippo_(?:live|test)_[a-fA-F0-9]{40}"
-    r"|duffel_(?:live|test)_[\w=-]{43}|EZ[AT]K[A-Za-z0-9]{54}|FLWSECK(?:_TEST)?-\w{12,}"
-    r"|\d{15,16}(?:\||%7C)[\w-]{27,}|[ps]k\.[\w-]{60,}\.[\w-]{22}|tfp_[\w.=-]{59}"
-    r"|access-(?:sandbox|development|production)-[0-9a-f-]{36}|A{22}[\w%]{80,}",
-    # JSON web tokens, and encoded ones
-    r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|ey\w{17,}\.ey[\w-]{17,}\.[\w-]*"
-    r"|ZXlK[\w+/-]{80,}",
-)
-_SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?=\S{{15}})(?:{'|'.join(_SHAPES)})")
+# Shapes that the services publish, with length floors that avoid words; and programs, files and SQL
+# that are given a password without a name for it.
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def _any_of(kind: str) -> str:
+    return "|".join(each for group in _TABLE[kind].values() for each in group)
+
+
+_SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?=\S{{15}})(?:{_any_of('shapes')})")
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?)-----"
     r".*?(?:-----END (?P=kind)-----|\Z)|(?<=Private-Lines: )\d+(?:\s+[A-Za-z0-9+/=]{8,})+",
     re.DOTALL,
+)
+_COMMAND = re.compile(
+    rf"(?P<before>\b(?:{_any_of('commands')})"
+    r"|<[\w:.-]*(?i:password|passphrase|secret|api[_-]?key)>(?=[^<>\s]+</))(?![$<*{]|%\w)"
+    r"(?:\\?'[^'\n]+'|\\?\"[^\"\n]+\"|[^\s\"'\\<|]+)"
+)
+_QUOTE = r"(?:\\?[\"']|&quot;|&#x?\d+;)"
+_PAIR = re.compile(
+    rf"(?P<before>\b(?:name|key){_QUOTE}?[ \t]*[:=][ \t]*{_QUOTE}?(?P<pair>[\w.\-:]+){_QUOTE}?"
+    rf"(?:[,\s+-]|\\n)+{_QUOTE}?value{_QUOTE}?[ \t]*[:=][ \t]*{_QUOTE}?)[^\s\"'\\<>{{}}$&]+"
 )
 _WEBHOOK = re.compile(
     r"(?P<before>hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
     r"|\.webhook\.office\.com/webhookb2/|oapi\.dingtalk\.com/robot/send\?access_token="
     r"|open\.(?:feishu|larksuite)\.(?:cn|com)/open-apis/bot/v2/hook/)[^\s\"'<>]+"
 )
-_QUOTE = r"(?:\\?[\"']|&quot;|&#x?\d+;)"
 _HEADER = re.compile(
     rf"(?i)(?P<before>\b(?:proxy-)?authorization{_QUOTE}?[ \t]*[:=][ \t]*{_QUOTE}?"
     r"(?:basic|bearer|token|digest|apikey|negotiate|aws4-hmac-sha256)[ \t]+"
@@ -110,7 +87,7 @@ _QUERY_SECRET = re.compile(
 _NAME = re.compile(
     r"(?:(?<![\w.\-\\])|(?<=\\[nrt]))(?:(?P<option>--[A-Za-z_][\w.\-]*)[ \t]+"
     rf"|(?P<name>-{{0,2}}[A-Za-z_][\w.\-]*)(?:{_QUOTE}\])?{_QUOTE}?[ \t]*"
-    r"(?P<sign>:[ \t]*[A-Za-z][\w.\[\]| ]{0,40}[ \t]=(?!=)|:=|=>|=(?!=)|:(?!:))[ \t]*)"
+    r"(?P<sign>:[ \t]*[A-Za-z][\w.\[\]| ]{0,40}[ \t]=(?!=)|:=|=>|=(?!=)|:(?!:)|::(?=[ \t]))[ \t]*)"
 )
 _VALUE = re.compile(
     r"\$?[rRbBuUfF]{0,2}(?:(?P<quote>[\"'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])+)"
@@ -125,7 +102,7 @@ _IS_CODE = re.compile(
 
 # Shorter values ("1", "true", "none") would blank out innocent text.
 _SHORTEST_SECRET = 6
-_NOT_VALUES = frozenset({"null", "none", "true", "false", "str", "optional", REDACTED})
+_NOT_VALUES = frozenset({"null", "none", "value", "true", "false", "str", "optional", REDACTED})
 _OPENS_A_KEY = re.compile(r"(?:^|\n|[{,(]|\\n)[ \t]*[+-]?[ \t]*(?:\\?[\"']|&quot;)?$")
 
 
@@ -140,8 +117,10 @@ def is_secret_name(name: str) -> bool:
     if last in ("key", "keys"):
         # Every *_KEY of an environment; in recipes, sort_key and text_key are innocent.
         return bool(_KEY_OWNER.fullmatch(before)) or (bool(before) and name.isupper())
-    if last in ("pwd", "pass"):
+    if last in ("pwd", "pass", "pw"):
         return bool(_PASS_OWNER.fullmatch(before))
+    if last == "auth" and name.isupper():
+        return bool(before)
     return any(_SECRET_WORD.fullmatch(word) for word in words) or words == ["", "auth"]
 
 
@@ -163,13 +142,14 @@ def _redact_text(text: str, secrets: Sequence[str]) -> str:
     text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _HEADER.sub(_keep_before, text)
     text = _SECRET_SHAPE.sub(REDACTED, text)
-    for pattern in (_WEBHOOK, _SCHEME, _QUERY_SECRET):
+    for pattern in (_WEBHOOK, _COMMAND, _SCHEME, _QUERY_SECRET):
         text = pattern.sub(_keep_before, text)
+    text = _PAIR.sub(lambda m: _keep_before(m) if is_secret_name(m["pair"]) else m[0], text)
     text = _URL_CREDENTIALS.sub(lambda match: f"{match['scheme']}{REDACTED}@", text)
     parts, done, place = list[str](), 0, 0
     while name := _NAME.search(text, place):
-        place = name.end()
         is_secret = is_secret_name(name["option"] or name["name"])
+        place = name.end() if is_secret or name["option"] else name.start("sign")
         if not is_secret or not (given := _VALUE.match(text, place)):
             continue
         place = given.end()
@@ -211,9 +191,9 @@ def _redact(value: Any, secrets: Sequence[str], is_secret: bool = False) -> Any:
     if isinstance(value, str):
         return REDACTED if value and is_secret else _redact_text(value, secrets)
     if isinstance(value, Mapping):
-        return {
-            key: _redact(item, secrets, is_secret_name(str(key))) for key, item in value.items()
-        }
+        pair = is_secret_name(str(value.get("name", value.get("key", ""))))
+        hidden = {k for k in value if is_secret_name(str(k)) or (pair and k == "value")}
+        return {key: _redact(item, secrets, key in hidden) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_redact(item, secrets, is_secret) for item in value]
     return value
