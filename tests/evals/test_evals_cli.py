@@ -9,6 +9,7 @@ from ranks import RankFailure, run_ranks
 from tiny import make_adapter
 
 from trainkit.cli.app import main
+from trainkit.evals.scores import Evaluation
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,18 @@ def test_without_a_template_texts_are_plain(run, sets, tmp_path, capsys):
     assert "chat template: off" in capsys.readouterr().err
     assert "<|im_start|>" not in (out / "samples/boolq.jsonl").read_text()
     assert main([*arguments, "--chat-template"]) == 2
+
+
+def test_what_came_to_the_place_of_an_evaluation_meanwhile_stays(tmp_path):
+    class Rows(list):
+        def __iter__(self):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out/mine.txt").touch()
+            return super().__iter__()
+
+    with pytest.raises(OSError, match="not empty"):
+        Evaluation([], {"a": Rows()}, {}).write(tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
 
 
 @pytest.mark.parametrize("moment", ["samples", "out", "report.html"])

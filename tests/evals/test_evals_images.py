@@ -162,6 +162,15 @@ def test_no_row_behind_the_limit_is_read(benchmarks, tmp_path):
 
 
 @ONE
+def test_the_limit_counts_questions_and_not_conversations(benchmarks, tmp_path):
+    turns = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}] * 3
+    (benchmarks / "turns.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 2 + "{")
+    words = ("--tasks", str(benchmarks / "turns.jsonl"), "-o", str(tmp_path / "out"), *LENGTH)
+    assert main(["eval", str(benchmarks), *words, "--limit", "5"]) == 0
+    assert len((tmp_path / "out/samples/turns.jsonl.jsonl").read_text().splitlines()) == 5
+
+
+@ONE
 def test_a_model_of_text_is_asked_no_picture(tiny_qwen2, benchmarks, tmp_path, capsys):
     words = ("--tasks", str(benchmarks / "parts.jsonl"), "-o", str(tmp_path / "out"))
     assert main(["eval", str(tiny_qwen2), *words]) == 2

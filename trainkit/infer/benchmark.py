@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -171,17 +170,26 @@ def read_files(tasks: Sequence[str], paths: ModelPaths, limit: int | None) -> Fi
             fix="fix the row, or take it out: every row of a benchmark counts",
         )
 
-    found: dict[str, Sequence[Conversation]] = {}
+    found: dict[str, list[Conversation]] = {}
     vision = vision_of(paths.source, load_tokenizer(paths.at(paths.tokenizer)))
     for task in dict.fromkeys(tasks):
         name = Path(task).name
         if name in found:
             raise RecipeError(f"two files are called {name}", where="--tasks", fix="rename one")
         rows = conversations_in(Source(path=task), vision, ImageOptions(), refuse)
-        found[name] = list(islice(rows, limit))
-        if not found[name]:
+        found[name], number = [], 0
+        while (limit is None or number < limit) and (row := next(rows, None)) is not None:
+            found[name].append(row)
+            number += len(questions_of(row))
+        if not number:
             raise DataError("there is no question in it", where=task)
     return found
+
+
+def questions_of(row: Conversation) -> list[int]:
+    """The turns of the assistant that have something before them."""
+    roles = [message.role for message in row.messages]
+    return [turn for turn, role in enumerate(roles) if role == "assistant" and turn > 0]
 
 
 def evaluate_files(
@@ -191,12 +199,7 @@ def evaluate_files(
     scores: list[Score] = []
     samples: dict[str, list[dict[str, Any]]] = {}
     for name, rows in files.items():
-        turns = [
-            (row, turn)
-            for row in rows
-            for turn, message in enumerate(row.messages)
-            if message.role == "assistant" and turn > 0
-        ]
+        turns = [(row, turn) for row in rows for turn in questions_of(row)][: settings["limit"]]
         numbers = range(ranks.rank, len(turns), ranks.size)
         shares = ranks.gather(_answered(engine, name, turns, numbers, asking))
         samples[name] = sorted((row for own in shares for row in own), key=lambda r: r["doc_id"])

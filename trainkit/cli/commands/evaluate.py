@@ -39,7 +39,11 @@ class Questions:
         ),
     ] = None
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Ask only so many questions of each task.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ask only so many questions of each task; each answer of a conversation is one.",
+        ),
     ] = None
     shots: Annotated[
         int | None,
