@@ -42,7 +42,14 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     is_trained = config.model_type in VISION and alone not in (config.architectures or ())
     if sees and (is_trained or alone is None):
         return with_images
-    return text  # where neither knows it, it names the model and what it knows
+    if not own_code and alone is None:
+        raise ModelError(
+            f"model_type {config.model_type!r}: transformers has no causal language model of it, "
+            "and none that sees images, and these two train here",
+            where=config.name_or_path or "model.name_or_path",
+            fix="name one that AutoModelForCausalLM or AutoModelForImageTextToText loads",
+        )
+    return text
 
 
 def text_alone(config: Any, wanted: bool = True) -> Any:

@@ -135,3 +135,14 @@ def test_a_family_that_transformers_does_not_know_is_named(
     (recipe.parent / "config.json").write_text('{"model_type": "mumba"}')
     assert main(["estimate", str(recipe), f"model.name_or_path={recipe.parent}"]) != 0
     assert "mumba" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["estimate r.yaml", "new --model m -o new.yaml"])
+def test_a_type_of_which_nothing_trains_is_told_what_does(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text('{"model_type": "qwen2_audio"}')
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n")
+    assert main(command.split()) == 2
+    assert "AutoModelForImageTextToText" in capsys.readouterr().err
+    assert not (tmp_path / "new.yaml").exists()

@@ -234,7 +234,7 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("faq.csv").write_text("question,answer\nWhat?,That.\n")
     Path("de.csv").write_text("frage,antwort\nWas?,Das.\n")
-    Path("chat.jsonl").write_text('{"messages": []}\n')
+    Path("chat.jsonl").write_text(json.dumps(ROWS_OF["messages"]))
     files = [word for name in ("faq.csv", "de.csv", "chat.jsonl") for word in ("-d", name)]
     assert main(["new", "-m", SMALL, "--gpu", "h100", *files, "-o", "r.yaml"]) == 0
     assert "'frage' is read as instruction" in capsys.readouterr().err
@@ -254,30 +254,34 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
 ROWS_OF = {
     "pairs": {"prompt": "Say 1.", "chosen": "One.", "rejected": "No."},
     "ratings": {"prompt": "Say 1.", "completion": "One.", "label": True},
-    "messages": {"messages": [{"role": "user", "content": "?"}]},
+    "bad ratings": {"prompt": "Say 1.", "completion": "No.", "label": 0},
+    "half a pair": {"conversations": [{"from": "human", "value": "?"}], "chosen": "One."},
+    "turns in a list": ["Was?"],
+    "messages": {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]},
     "unknown": {"frage": "Was?", "rejected": "Das."},
 }
 FITTING = {
     "pairs": {"dpo", "orpo", "simpo", "reward"},
     "ratings": {"lora", "kto"},
+    "bad ratings": {"kto"},
     "messages": {"lora"},
     "unknown": {"lora"},  # whose columns are proposed
 }
 
 
 @pytest.mark.parametrize("rows", ROWS_OF)
-@pytest.mark.parametrize("method", ["lora", "dpo", "kto", "reward"])
+@pytest.mark.parametrize("method", ["lora", "dpo", "kto", "reward", "distill"])
 def test_rows_of_another_method_are_refused_with_theirs(rows, method, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS_OF[rows]) + "\n")
     command = ["new", "-m", SMALL, "--method", method, "--gpu", "h100", "-d", str(file)]
     code = main([*command, "-o", str(tmp_path / "r.yaml")])
     said = capsys.readouterr().err
-    assert code == (2 if method not in FITTING[rows] and rows != "unknown" else 0), said
-    if code:
-        assert f"its first row is not one of {method}" in said
+    assert code == (0 if method in FITTING.get(rows, ()) else 2), said
+    if code and rows != "unknown":
+        assert f"its rows are not those of {method}: row 1: " in said
         named = said.partition("it is one of: ")[2].partition(";")[0]
-        assert set(named.split(", ")) == FITTING[rows]
+        assert set(named.split(", ")) == FITTING.get(rows, {""})
     elif rows == "pairs":
         assert load_recipe(tmp_path / "r.yaml").recipe.data.train[0].columns == {}
     assert (tmp_path / "r.yaml").exists() == (code == 0)

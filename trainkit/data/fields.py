@@ -488,8 +488,12 @@ def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
         if not _row_switch(key, value):
             _refuse(key, value, REFUSED, "the row")
             _refuse_policy(key, value)
-            if key in UNDESIRED and value is False:
-                what = f"the row has {key}: false: its answer is a bad one"
+            is_off = value is False or (type(value) is int and not value and name != "text")
+            if key in UNDESIRED and is_off:
+                what = (
+                    f"the row has {key}: {json.dumps(value)}: its answer is a bad one, as "
+                    "objective: kto takes it (a class is left out by columns that are templates)"
+                )
                 raise RowError("undesired_answer", what)
             is_mask = (key == "labels" or key in TOKEN_MASKS) and "input_ids" not in row
             is_list = isinstance(value, (list, tuple))

@@ -81,7 +81,7 @@ def config_of(text: str) -> Any:
         raise ModelError(
             f"no estimate for model_type {family!r}: {first_line(error)}",
             where="model.name_or_path",
-            fix="correct its config.json",
+            fix=_cure(error),
         ) from error
 
 
@@ -116,6 +116,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
+def _cure(error: BaseException) -> str:
+    is_package = isinstance(error, ImportError)
+    return "install the package that it names" if is_package else "correct its config.json"
+
+
 def _built(config: Any) -> Any:
     try:
         with quiet():
@@ -125,7 +130,7 @@ def _built(config: Any) -> Any:
             f"no estimate for model_type {config.model_type!r}: transformers cannot build it: "
             f"{first_line(error)}",
             where="model.name_or_path",
-            fix="correct its config.json",
+            fix=_cure(error),
         ) from error
 
 

@@ -191,6 +191,8 @@ def test_a_row_may_be_switched_off_whole(form, name):
 @pytest.mark.parametrize("name", UNDESIRED)
 def test_an_answer_marked_as_bad_is_not_trained(form, name):
     assert refusal({**ROWS[form], name: False}).reason == "undesired_answer"
+    if form != "text":  # whose label is a class
+        assert refusal({**ROWS[form], name: 0}).reason == "undesired_answer"
 
 
 @pytest.mark.parametrize("form", ["text", "leetcode", "moss", "prompt_completion"])

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -224,77 +225,79 @@ def _settings_of(model: str, method: str) -> dict[str, bool]:
 
 def _sources(data: list[str], method: str) -> list[Any]:
     """The files as a recipe has them: with the columns of those that need them said."""
-    rows = {path: row for path in data if isinstance(row := _first_row(path), dict)}
-    for path, row in rows.items():
-        _check_method(path, row, method)
-    found = {path: _columns(path, row, method) for path, row in rows.items()}
+    found = {path: _columns(path, rows, method) for path in data if (rows := _first_rows(path))}
     return [{"path": path, "columns": found[path]} if found.get(path) else path for path in data]
 
 
-def _first_row(path: str) -> Any:
-    """The decoded first row of a file that is here; None where there is none to be read."""
+def _first_rows(path: str) -> list[Any]:
+    """The decoded first rows of a file that is here, those of which one can be read."""
     from trainkit.options import Source
 
     plain = Path(Source.model_validate(path).path).expanduser()
     if not plain.is_file():
-        return None
+        return []
     from trainkit.data.files import read_rows
     from trainkit.data.formats import decode_row
     from trainkit.data.messages import RowError
     from trainkit.errors import DataError
 
+    rows: list[Any] = []
     try:
-        return decode_row(next(read_rows(plain)))
-    except StopIteration:
-        echo(f"{path}: there is no row in it", err=True)
+        rows += map(decode_row, islice(read_rows(plain), 100))
     except (RowError, DataError) as error:
-        echo(f"{path}: its first row cannot be read: {error}; see trainkit data check", err=True)
-    return None
+        if not rows:
+            echo(
+                f"{path}: its first row cannot be read: {error}; see trainkit data check", err=True
+            )
+    else:
+        if not rows:
+            echo(f"{path}: there is no row in it", err=True)
+    return rows
 
 
-def _check_method(path: str, row: dict[str, Any], method: str) -> None:
-    """Stop where a file's rows are of another method: no run would take them."""
-    from trainkit.data.formats import FORMATS, detect
-    from trainkit.data.messages import RowError
-    from trainkit.options.training import OBJECTIVE_FORMATS
-
-    wanted = OBJECTIVE_FORMATS.get(method, "")
-    problems = {}
-    for each in set(OBJECTIVE_FORMATS.values()):
-        try:
-            FORMATS[each](row)
-        except RowError as error:
-            problems[each] = error.detail
-    methods = [name for name, each in OBJECTIVE_FORMATS.items() if each not in problems]
-    has_answer = detect(row) is not None
-    if wanted not in problems and (wanted or has_answer or not methods):
-        return
-    problem = problems.get(wanted, "it compares two answers")
-    methods += ["lora"] * has_answer
-    if not methods or wanted == "distilled":  # a teacher may be named in the recipe
-        echo(f"{path}: its first row is not one of {method}: {problem}", err=True)
-        return
-    raise RecipeError(
-        f"its first row is not one of {method}: {problem}",
-        where=path,
-        fix=f"it is one of: {', '.join(methods)}; name that as the --method, or give other rows",
-    )
-
-
-def _columns(path: str, row: dict[str, Any], method: str) -> dict[str, str]:
-    """Which columns a file's first row has for ours; nothing where its format says it."""
+def _columns(path: str, rows: list[Any], method: str) -> dict[str, str]:
+    """Which columns a file's rows have for ours; refuses those that no run by the method takes."""
     from trainkit.data.formats import detect, guess_columns, pair_of
     from trainkit.options.training import OBJECTIVE_FORMATS
 
-    if method in OBJECTIVE_FORMATS or detect(row) not in (None, "alpaca"):
-        return {}
-    pair = pair_of(row)
-    found = dict(zip(("instruction", "output"), pair, strict=True)) if pair else guess_columns(row)
-    columns = {ours: theirs for ours, theirs in found.items() if ours != theirs}
+    wanted, row, columns = OBJECTIVE_FORMATS.get(method, "auto"), rows[0], dict[str, str]()
+    problems = {each: _problem(rows, each) for each in (*OBJECTIVE_FORMATS.values(), "auto")}
+    formats = {**OBJECTIVE_FORMATS, "lora": "auto"}
+    fitting = [name for name, each in formats.items() if problems[each] is None]
+    if wanted == "auto" and isinstance(row, dict) and detect(row) in (None, "alpaca"):
+        pair = pair_of(row)
+        found = dict(zip(("instruction", "output"), pair, strict=True)) if pair else {}
+        found = found or (guess_columns(row) if not fitting else {})
+        columns = {ours: theirs for ours, theirs in found.items() if ours != theirs}
+        problems["auto"] = _problem(rows, "auto", columns)
+    if problems[wanted] is not None:
+        fix = "give other rows: docs/guides/data.md and preferences.md have their fields"
+        if fitting:
+            fix = f"it is one of: {', '.join(fitting)}; name that as the --method, or {fix}"
+        if method == "distill":
+            fix += "; or leave --data out, and name distill.teacher, which needs no answers"
+        what = f"its rows are not those of {method}: {problems[wanted]}"
+        raise RecipeError(what, where=path, fix=fix)
     if columns:
         said = ", ".join(f"{theirs!r} is read as {ours}" for ours, theirs in columns.items())
         echo(f"{path}: {said}; see trainkit data preview", err=True)
     return columns
+
+
+def _problem(rows: list[Any], name: str, columns: dict[str, str] | None = None) -> str | None:
+    """Why rows are not of a format: the first one, or one whose answer is rated as bad."""
+    from trainkit.data.formats import parse_row
+    from trainkit.data.messages import Conversation, RowError, validate
+
+    for number, row in enumerate(rows, 1):
+        try:
+            parsed = parse_row(row, name, columns, images=True)
+            if isinstance(parsed, Conversation):
+                validate(parsed, needs_assistant=True)
+        except RowError as error:
+            if number == 1 or error.reason == "undesired_answer":
+                return f"row {number}: {error.detail}"
+    return None
 
 
 def _is_absent(data: str) -> bool:
