@@ -62,8 +62,7 @@ def test_text_is_redacted(text):
 def test_what_this_project_says_of_itself_holds_no_secret():
     root = Path(__file__).parents[2]
     for file in (root / "README.md", *root.glob("docs/**/*.md"), *root.glob("configs/*.yaml")):
-        text = file.read_text()
-        assert redact_text(text, {}) == text, file
+        assert redact_text(file.read_text(), {}) == file.read_text(), file
 
 
 @pytest.mark.parametrize(
