@@ -1,9 +1,8 @@
 """Keep secrets out of everything that is written or shown.
 
-A value is secret when its name says so (``HF_TOKEN``, ``hubToken``, ``api_key``), when it has the
-shape of a well-known credential (``hf_...``, a private key, a header), when it is the password part
-of a URL, or when it equals the value of an environment variable with a secret name, wherever it
-turns up.
+A value is secret when its name says so (``HF_TOKEN``, ``api_key``), when it has the shape of a
+credential (``hf_...``, a private key, a header), when a URL, a program, a file or SQL takes it as a
+password (``redact.json``), or when an environment variable with a secret name has it.
 """
 
 import functools
@@ -27,16 +26,13 @@ _PASS_OWNER = re.compile(
     r"db|smtp|mail|email|ftp|http|proxy|user|admin|root|mysql|redis|pg|my|ssh|become|vault|sudo|bind|svn"
     r"|key|store|cert|login|account|wifi|vpn|rdp|ldap|sql|postgres|mongo|rabbitmq|git|docker"
 )
-# "token" is ambiguous in this field: eos_token and pad_token name vocabulary entries. These words
-# before it mark the harmless kind.
+# Before "token" these words mark an entry of a vocabulary: eos_token, pad_token.
 _VOCABULARY_WORD = re.compile(
     r"[ebu]os|pad|unk|sep|cls|mask|image|video|audio|eot|eom|eoc|bot|turn|start|end|stop|special"
     r"|decoder|per|next|last|first|max|min|num|new|extra|add|is|text|think|chat|vision|boi|eoi"
     r"|prompt|system|user|assistant|trained|a|an|the|each|every|this"
 )
 
-# Shapes that the services publish, with length floors that avoid words; and programs, files and SQL
-# that are given a password without a name for it.
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 

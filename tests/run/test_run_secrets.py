@@ -22,37 +22,21 @@ from trainkit.run import (
 
 CANARY = "canary-5e1f09"
 
-
-SECRET = """
-HF_TOKEN WANDB_API_KEY hub_token token --hub-token DB_PASSWORD MY_KEY
-aws_secret_access_key training.push_to_hub_token client-secret api_key apiKey hubToken
-clientSecret OpenAIApiKey SharedAccessKey accessKey apikey X-Api-Key dbPassword DB_PWD
-smtp_pass _authToken
-"""
+WORDS = json.loads(Path(__file__).with_name("secret_words.json").read_text())
+"""Names of secrets and others; texts with a secret where {} is, and without; places of one."""
 
 
-@pytest.mark.parametrize("name", SECRET.split())
+@pytest.mark.parametrize("name", WORDS["secret_names"])
 def test_secret_names(name):
     assert is_secret_name(name)
 
 
-INNOCENT = """
-eos_token pad_token num_tokens eot_token_ids PWD OLDPWD sort_key tokens_per_second
-tokenizer text_key key learning_rate SSH_AUTH_SOCK eosToken padToken numTokens
-forward_pass next_token sortKey tokenizer_name_or_path keys cache_key_digest
-"""
-
-
-@pytest.mark.parametrize("name", INNOCENT.split())
+@pytest.mark.parametrize("name", WORDS["innocent_names"])
 def test_innocent_names(name):
     assert not is_secret_name(name)
 
 
-TEXTS = Path(__file__).with_name("secret_texts.txt").read_text().splitlines()
-"""How commands, files and languages are given a secret, which stands where {} is."""
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", WORDS["secret_texts"])
 def test_text_is_redacted(text):
     text = text.replace("{}", CANARY).replace(r"\n", "\n")
     for written in (text, f"+{text}", f"  run: {text}", json.dumps({"cmd": text})):
@@ -65,17 +49,7 @@ def test_what_this_project_says_of_itself_holds_no_secret():
         assert redact_text(file.read_text(), {}) == file.read_text(), file
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "the end-of-turn token: <|im_end|>",
-        "eos_token: </s>",
-        "cd /home/me/project",
-        "hub_token: null  # default",
-        "12.3k tokens/s, step 5: loss 1.2",
-        "https://huggingface.co/Qwen/Qwen2.5-0.5B",
-    ],
-)
+@pytest.mark.parametrize("text", WORDS["innocent_texts"])
 def test_innocent_text_is_left_alone(text):
     assert redact_text(text, {"PWD": "/home/me/project"}) == text
 
@@ -91,21 +65,12 @@ SETS = {
 }
 SHAPES = json.loads(Path(__file__).with_name("secret_shapes.json").read_text())
 """As services publish them: a prefix, which characters follow (or the ones), and how many."""
-PLACES = [
-    "{}",
-    "logged in with {} at step 3",
-    "+x = '{}'",
-    '{{"url": "{}"}}',
-    "- [{}]",
-    "a=1&{}",
-    "run --with {} --steps 3",
-]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_shapes_of_services_are_known(name):
     draw = random.Random(name)
-    for place in PLACES:
+    for place in WORDS["places"]:
         parts = [
             (prefix, "".join(draw.choices(SETS.get(of, of), k=k))) for prefix, of, k in SHAPES[name]
         ]

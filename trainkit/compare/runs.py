@@ -129,12 +129,11 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     files = read_record(path / "data.json", lambda content: _files_of({**content}), list[str]())
     clock = [trained[0].get(key) for key in _CLOCK]
     known = [row["step"] for row in rows] + [read_status(path / "status.json").last_step or 0]
+    beside = {*_NOT_ABOUT_TRAINING}
+    told = {k: each for k, each in values.items() if not {k, k.partition(".")[0]} & beside}
     return ComparedRun(
         path=path,
-        values={
-            **{key: each for key, each in values.items() if not _is_beside(key)},
-            NUM_RANKS: num_ranks,
-        },
+        values={**told, NUM_RANKS: num_ranks},
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
         tokens_per_second=statistics.median(speeds) if speeds else None,
@@ -168,10 +167,6 @@ def spelt_out(values: Mapping[str, Any]) -> dict[str, Any]:
     if (values.get("data") or {}).get("streaming") is True:
         spelt["data"] = {**values["data"], "streaming": BUFFER}
     return spelt
-
-
-def _is_beside(key: str) -> bool:
-    return key in _NOT_ABOUT_TRAINING or key.partition(".")[0] in _NOT_ABOUT_TRAINING
 
 
 def one_of_each(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[str]]:

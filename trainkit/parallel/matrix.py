@@ -38,11 +38,6 @@ SHARDED_OPTIMIZERS = tuple(name for name, row in OPTIMIZERS.items() if FSDP2 in 
 functions of their own that do not know parts."""
 
 
-def _needs_whole_weights(combination: Combination) -> bool:
-    optim = combination.of_training("optim")
-    return _fsdp2(combination) and optim is not None and optim not in SHARDED_OPTIMIZERS
-
-
 def _deepspeed(combination: Combination) -> bool:
     return combination.shard not in (NONE, "fsdp2")
 
@@ -362,7 +357,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "training.optim",
-        _needs_whole_weights,
+        lambda one: _fsdp2(one) and one.of_training("optim") not in (None, *SHARDED_OPTIMIZERS),
         "fsdp2 gives an optimizer parts of weights, which torch's own can take: "
         + ", ".join(SHARDED_OPTIMIZERS),
         "set training.optim: adamw_torch_fused, or parallel: {shard: zero2}",

@@ -383,10 +383,7 @@ def dump_resolved(
     only_given: bool = False,
     settled: Mapping[str, Derived] | None = None,
 ) -> str:
-    """A recipe that loads to the same values, with origins; what this machine decides is comments.
-
-    The arguments are those of ``values``.
-    """
+    """A recipe that loads to the same values, with origins; what a machine decides is comments."""
     lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""
     for value in loaded.values(machine, only_given=only_given, settled=settled):

@@ -133,12 +133,6 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
     return SafetensorsFile(path).tensors
 
 
-def _wanted(error: Exception) -> str:
-    """What a pickle asked for; torch's own text goes on to say how to let it have it."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return f"; it asks for {found.group(1)}" if found else ""
-
-
 class PickledFile:
     """One legacy torch file of tensors, read without running code from it."""
 
@@ -151,9 +145,10 @@ class PickledFile:
             except RuntimeError:  # the layout before torch 1.6, which cannot be mapped
                 content = torch.load(path, map_location="cpu", weights_only=True)
         except _UNPICKLING_FAILURES as error:
+            wanted = re.search(r"GLOBAL (\S+)", str(error))  # torch's text says how to allow it
             raise CheckpointError(
                 "this pickle is refused: it is damaged or holds more than plain tensors"
-                f"{_wanted(error)}",
+                + (f"; it asks for {wanted[1]}" if wanted else ""),
                 where=str(path),
                 fix="ask for the weights as safetensors",
             ) from None

@@ -205,7 +205,8 @@ def commit(
         fresh = hash_files(staging, [path for path in present if path not in known], fsync=True)
         manifest = Manifest((*known.values(), *fresh), dict(metadata or {}))
         _write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
-        _fsync_folders(staging)
+        for folder, _, _ in os.walk(staging, topdown=False):
+            fsync_directory(Path(folder))
         _publish(staging, target, replace=replace)
     except OSError as error:
         if _is_disk_full(error, staging.parent):
@@ -324,11 +325,6 @@ def _write_durably(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _fsync_folders(root: Path) -> None:
-    for folder, _, _ in os.walk(root, topdown=False):
-        fsync_directory(Path(folder))
 
 
 def _is_disk_full(error: BaseException, place: Path) -> bool:

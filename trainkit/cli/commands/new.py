@@ -285,7 +285,6 @@ def _columns(path: str, rows: list[Any], method: str) -> dict[str, str]:
 
 
 def _problem(rows: list[Any], name: str, columns: dict[str, str] | None = None) -> str | None:
-    """Why rows are not of a format: the first one, or one whose answer is rated as bad."""
     from trainkit.data.formats import parse_row
     from trainkit.data.messages import Conversation, RowError, validate
 
