@@ -130,10 +130,10 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     clock = [trained[0].get(key) for key in _CLOCK]
     known = [row["step"] for row in rows] + [read_status(path / "status.json").last_step or 0]
     beside = {*_NOT_ABOUT_TRAINING}
-    told = {k: each for k, each in values.items() if not {k, k.partition(".")[0]} & beside}
+    about = {k: each for k, each in values.items() if not {k, k.partition(".")[0]} & beside}
     return ComparedRun(
         path=path,
-        values={**told, NUM_RANKS: num_ranks},
+        values={**about, NUM_RANKS: num_ranks},
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
         tokens_per_second=statistics.median(speeds) if speeds else None,
