@@ -273,13 +273,14 @@ FITTING = {
 @pytest.mark.parametrize("method", ["lora", "dpo", "kto", "reward", "distill"])
 def test_rows_of_another_method_are_refused_with_theirs(rows, method, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(ROWS_OF[rows]) + "\n")
+    before = json.dumps(ROWS_OF["ratings"]) if rows == "bad ratings" else ""
+    file.write_text(f"{before}\n{json.dumps(ROWS_OF[rows])}\n".lstrip())
     command = ["new", "-m", SMALL, "--method", method, "--gpu", "h100", "-d", str(file)]
     code = main([*command, "-o", str(tmp_path / "r.yaml")])
     said = capsys.readouterr().err
     assert code == (0 if method in FITTING.get(rows, ()) else 2), said
     if code and rows != "unknown":
-        assert f"its rows are not those of {method}: row 1: " in said
+        assert f"its rows are not those of {method}: row " in said
         named = said.partition("it is one of: ")[2].partition(";")[0]
         assert set(named.split(", ")) == FITTING.get(rows, {""})
     elif rows == "pairs":

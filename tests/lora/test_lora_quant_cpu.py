@@ -141,15 +141,16 @@ def test_what_stays_in_16_bits_is_what_transformers_is_told_to_leave(quantize, h
     losses = [model(input_ids=ids, labels=ids).loss for model in models]
     for loss in losses:
         loss.backward()
-    assert losses[1] == losses[0]
-    torch.testing.assert_close(losses[2], losses[0], rtol=1e-5, atol=0)  # sums of fp32, reordered
+    for loss in losses[1:]:
+        # Sums of up to 128 products in fp32 (6e-8 each), in the order that kernels take, or threads
+        # by where in memory the two models happen to lie. A layer more in 4 bits is 1e-3 away.
+        torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=0)
     for name, parameter in theirs.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(models[1].get_parameter(name).grad, parameter.grad), name
+        for model in models[1:] if parameter.requires_grad else ():
             size = parameter.grad.abs().max().item()
-            ours = models[2].get_parameter(name).grad
             # int8 rounds the inputs of its products, where a last bit may be a code
             bound = 2e-2 if quantize == "int8" else 1e-4
+            ours = model.get_parameter(name).grad
             torch.testing.assert_close(ours, parameter.grad, rtol=bound, atol=bound * size)
 
 

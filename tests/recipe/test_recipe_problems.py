@@ -120,6 +120,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("training: {metric_for_best_model: loss}", "data.eval is empty", "data.eval"),
         ("training: {eval_delay: 2}", "data.eval is empty", "data.eval"),
         ("training: {save_strategy: best}", "data.eval is empty", "remove save_strategy"),
+        ("lora: {saved_lr_ratio: 4}", "saved whole, and none is", "lora.modules_to_save"),
     ],
 )
 def test_one_mistake_one_message(problems_of, line, what, fix):

@@ -96,6 +96,11 @@ IDLE = {
 
 
 def test_it_says_once_what_does_nothing_next_to_the_rest(dry_run):
+    given = ["data.streaming=true", "training.max_steps=3", "training.dataloader_drop_last=true"]
+    given += ["early_stopping={patience: 2}", "training.eval_strategy=no"]
+    said = re.findall("(.*) does nothing with (.*)", dry_run(*given)[1])
+    drop = ("training.dataloader_drop_last: true (override)", "data.streaming: true")
+    assert said[1:] == [drop, ("early_stopping", "training.eval_strategy: 'no'")]
     written = [
         f"training.{each}".replace(": ", "=", 1) for key in IDLE for each in [key, *IDLE[key]]
     ]

@@ -117,6 +117,8 @@ class LoadedRecipe:
                         f"{own.key}: {yaml_text(own.shown)} ({own.origin}) does nothing with "
                         f"{other.key}: {yaml_text(other.value)}"
                     )
+        if values["training.eval_strategy"].value in ("no", False) and self.recipe.early_stopping:
+            yield "early_stopping does nothing with training.eval_strategy: 'no'"
 
     def overridden(self, overrides: Sequence[str]) -> "LoadedRecipe":
         """The same with more values on top, as a run finds them by itself."""

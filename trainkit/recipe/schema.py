@@ -271,6 +271,9 @@ def _of_rates(recipe: Recipe) -> Iterator[Broken]:
             f"the {part} does not train, so it has no learning rate",
             f"remove it, or {'add it to model.train' if lora is None else 'set lora.vision: true'}",
         )
+    if lora is not None and lora.saved_lr_ratio and not (lora.modules_to_save or model.adds_tokens):
+        what = "it is of modules that are saved whole, and none is"
+        yield "lora.saved_lr_ratio", what, "remove it, or name them in lora.modules_to_save"
     name = optimizer_row(training.get("optim")).name
     rate = training.get("learning_rate", 5e-5)
     if rate == 0:

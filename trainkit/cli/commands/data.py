@@ -43,7 +43,7 @@ class DataChoice(RecipeChoice):
     trust_remote_code: TrustRemoteCode = False
     mask: Annotated[str | None, typer.Option(help="assistant, last_assistant or none.")] = None
     columns: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(help="Our columns and the file's: instruction=QUESTION,output=REPLY."),
     ] = None
 
@@ -266,11 +266,11 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
                 "there is nothing to look at",
                 fix="give a recipe (--config FILE), or files of rows and --model MODEL",
             )
-        if choice.columns is not None:
-            pairs = [pair.partition("=") for pair in choice.columns.split(",")]
+        if choice.columns:
+            pairs = [pair.partition("=") for pair in ",".join(choice.columns).split(",")]
             if not all(ours and theirs for ours, _, theirs in pairs):
                 raise RecipeError(
-                    f"{choice.columns!r} is not a list of our columns with the file's",
+                    f"{','.join(choice.columns)!r} is not a list of our columns with the file's",
                     where="--columns",
                     fix="write it as in --columns instruction=question,output=reply",
                 )
