@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from trainkit.kernels import launch as launch  # which mends Triton's interpreter
+from trainkit.kernels import launch as launch  # which fixes Triton's interpreter
 
 if TYPE_CHECKING:
     from trainkit.kernels.causal_conv.function import causal_conv as causal_conv
