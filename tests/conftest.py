@@ -1,8 +1,10 @@
 """Shared fixtures: everything is made here, nothing is fetched."""
 
 import functools
+import gc
 import os
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import ranks
 from tiny import make_qwen2, make_tokenizer
 
 os.fsync = lambda descriptor: None  # as in ranks.py
+gc.set_threshold(200_000, 5, 5)
 
 
 @functools.cache
@@ -50,6 +53,8 @@ def sample_of(item):
 
 def pytest_collection_modifyitems(config, items):
     """On several workers files that start processes come first: none is left when the rest ends."""
+    if has_cuda():
+        gc.set_threshold(700, 10, 10)  # as ever: garbage there may hold a GPU's memory
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -69,6 +74,20 @@ def pytest_collection_modifyitems(config, items):
         or not starts.isdisjoint(map(id, vars(item.module).values()))
     }
     items.sort(key=lambda item: item.module not in slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Garbage goes between tests; what was imported stays, and no collection walks over it."""
+    is_new = len(sys.modules) > pytest_runtest_teardown.num_modules + 20
+    if is_new or gc.get_count()[0] > 20_000:
+        gc.collect()
+    if is_new:
+        pytest_runtest_teardown.num_modules = len(sys.modules)
+        gc.freeze()
+
+
+pytest_runtest_teardown.num_modules = 0
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,7 @@ def _serve():
     os.dup2(2, 1)  # what ranks print must not look like an answer
     import gc
 
+    gc.disable()
     import deepspeed
     import matplotlib.figure  # noqa: F401
     import torch
@@ -94,7 +95,7 @@ def _serve():
     _warm()
     # Processes are killed here, and no machine: what a disk does not have yet is not lost.
     os.fsync = lambda descriptor: None
-    gc.freeze()  # what is imported stays: no collection walks over it, or copies it, again
+    gc.freeze(), gc.enable()  # what is imported stays: no collection walks over it, or copies it
     # Its C++ build takes a minute; gloo gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     ports = _ports()
