@@ -15,7 +15,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import commands
 import pytest
 import ranks
-from tiny import make_qwen2, make_tokenizer
+from tiny import SIZES, make_qwen2, make_tokenizer
 
 os.fsync = lambda descriptor: None  # as in ranks.py
 gc.set_threshold(200_000, 5, 5)
@@ -112,15 +112,7 @@ def tiny_llama(tmp_path_factory, tiny_tokenizer):
 
     directory = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer), max_position_embeddings=512, **SIZES)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     tiny_tokenizer.save_pretrained(directory)
     return directory

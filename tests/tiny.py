@@ -57,22 +57,18 @@ def train_bpe(texts, pre_tokenizer, *, size, special, normalizer=None):
     return core
 
 
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 def make_qwen2(vocab_size, *, seed=0, **overrides):
     """A tiny random Qwen2 in fp32: hidden 64, two layers, grouped heads."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**sizes, **overrides}))
+    sizes = {**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": True, **overrides}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **sizes))
 
 
 def attending(model, engine="blocks"):

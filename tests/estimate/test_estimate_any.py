@@ -6,21 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from tiny import SIZES
 
 from trainkit.cli.app import main
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import NF4
 from trainkit.estimate.shape import NAMED
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-}
+MODEL = {"model_type": "llama", "vocab_size": 100, **SIZES}
 RECIPE = "model: {name_or_path: ./model}\ndata: {train: [rows.jsonl], max_length: 2048}\n"
 
 

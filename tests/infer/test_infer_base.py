@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import make_adapter, make_qwen2
+from tiny import SIZES, make_adapter, make_qwen2
 from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 
 from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_fingerprint
@@ -49,19 +49,8 @@ def wider(model):
 
 
 def glm(model):
-    sizes = model.config
-    return GlmForCausalLM(
-        GlmConfig(
-            vocab_size=sizes.vocab_size,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            pad_token_id=0,
-        )
-    )
+    sizes = {**SIZES, "vocab_size": model.config.vocab_size, "head_dim": 16, "pad_token_id": 0}
+    return GlmForCausalLM(GlmConfig(**sizes))
 
 
 def other_base(tiny_qwen2, target, change):

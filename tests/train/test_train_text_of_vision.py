@@ -4,28 +4,18 @@ import pytest
 import torch
 from families.family_models import FAMILIES
 from lab import built
-from tiny import make_tokenizer
+from tiny import SIZES, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.auto_class import auto_class, text_alone
 from trainkit.lora import LoraOptions
 
 TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **SIZES,
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
 }
-VISION = {
-    "depth": 1,
-    "embed_dim": 32,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "mlp_ratio": 2,
-    "patch_size": 4,
-}
+VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
+VISION |= {"patch_size": 4}
 
 
 @pytest.fixture(scope="module")
