@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 377, "code": 61_239, "words": 9_667},
+    "trainkit": {"files": 377, "code": 61_230, "words": 9_657},
     "tests": {"code": 43_230},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_730},

@@ -137,6 +137,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     assert card.data.library_name == "peft"
     assert "More Information Needed" not in card.text
     assert "## Recipe" in card.text
+    assert not list(final.parent.glob("checkpoint-*/README.md")), "they have no card to be read"
     model = AutoModelForCausalLM.from_pretrained(final)
     adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert adapters

@@ -99,13 +99,9 @@ def attach(
         warnings.filterwarnings("ignore", _UNMATCHED)
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
+        given = {"revision": getattr(model.config, "_commit_hash", None)}  # of a hub's base
         with with_shapes(model):
-            wrapped = get_peft_model(
-                model,
-                config,
-                autocast_adapter_dtype=in_float32,
-                revision=getattr(model.config, "_commit_hash", None),  # of a hub's base
-            )
+            wrapped = get_peft_model(model, config, autocast_adapter_dtype=in_float32, **given)
     except (ValueError, TypeError, NotImplementedError) as error:
         # peft refuses combinations of its options in these ways.
         raise RecipeError(
@@ -123,6 +119,8 @@ def attach(
             wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
         )
     read_where_they_run(wrapped)
+    # A run has a card of its own; to fill in peft's takes longer than to write the adapter.
+    vars(wrapped)["create_or_update_model_card"] = lambda _: None
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped
