@@ -141,7 +141,7 @@ def sft(
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
-    from trainkit.cli.quick_imports import import_quickly
+    from trainkit.cli.quick_imports import import_quickly, without_collection
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
     from trainkit.train.resume.given import refuse_unlike_hosts
@@ -155,10 +155,11 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
             # Before torch looks for any: what asks whether there is a GPU would choose for one.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         quieten_imports()
-        refuse_unlike_hosts(loaded, options.resume)
-        import_quickly()
-        from trainkit.train.build import run_sft
-        from trainkit.train.quiet import trackers_ended
+        with without_collection():
+            refuse_unlike_hosts(loaded, options.resume)
+            import_quickly()
+            from trainkit.train.build import run_sft
+            from trainkit.train.quiet import trackers_ended
 
         with trackers_ended():
             directory = run_sft(loaded, options)
