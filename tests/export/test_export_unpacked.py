@@ -213,18 +213,18 @@ def test_codes_train_and_what_cannot_be_read_of_them_is_refused(tmp_path):
     assert "layout gemv" in said.err
 
 
-def test_orthogonal_adapters_over_a_packed_base_merge_and_are_not_served_as_they_are(tmp_path):
+def test_adapters_of_another_kind_over_a_packed_base_merge_and_are_not_served_as_they_are(tmp_path):
     tokenizer = merging_tokenizer()
     make_qwen2(len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    lora = "lora: {oft_block_size: 16, quantize: nf4}"
+    lora = "lora: {peft_type: oft, peft_options: {oft_block_size: 16}, quantize: nf4}"
     (tmp_path / "r.yaml").write_text(RECIPE.replace("lora: {r: 4, alpha: 32}", lora))
     said = trainkit(tmp_path, "sft", "r.yaml", "--output-dir", "run", "training.max_steps=4")
     assert said.code == 0, said.err
     said = trainkit(tmp_path, "merge", "run", "merged")  # holds it against base and adapter
     assert said.code == 0, said.err
     said = trainkit(tmp_path, "export", "vllm", "run", "out", "--as-adapter")
-    assert "no orthogonal adapters" in said.err
+    assert "no adapters of the kind OFT" in said.err
     said = trainkit(tmp_path, "sft", "r.yaml", "parallel.shard=zero2")
     assert "held against one process alone" in said.err

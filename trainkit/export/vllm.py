@@ -49,7 +49,6 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Keys of adapter_config.json that vLLM refuses, or does not read and so passes over.
 _UNSERVED: Mapping[str, str] = {
     "use_dora": "vLLM has no DoRA",
-    "oft_block_size": "vLLM has no orthogonal adapters",
     "modules_to_save": "vLLM takes no modules that were trained in full",
     "rank_pattern": "vLLM scales every module by the one r",
     "alpha_pattern": "vLLM scales every module by the one lora_alpha",
@@ -89,6 +88,8 @@ def check(paths: ModelPaths, job: Job) -> None:
 
 def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
     """Why vLLM would refuse an adapter, or serve less than all of it."""
+    if adapter.config["peft_type"] != "LORA":
+        yield f"peft_type: vLLM has no adapters of the kind {adapter.config['peft_type']}"
     for key, reason in _UNSERVED.items():
         if adapter.config.get(key):
             yield f"{key}: {reason}"

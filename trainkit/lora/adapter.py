@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, OFTConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
@@ -36,6 +37,8 @@ from trainkit.places import regular_files
 
 _UNMATCHED = r"The following \w+_pattern keys did not match"
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+_SHARED = ("target_modules", "exclude_modules", "modules_to_save")
+"""Keys of ``lora:`` that adapters of every kind have."""
 
 
 class _Sorted:
@@ -47,18 +50,11 @@ class _Sorted:
         return {key: sorted(v) if isinstance(v, set) else v for key, v in values.items()}
 
 
-class _Config(_Sorted, LoraConfig):
-    pass
-
-
-class _OftConfig(_Sorted, OFTConfig):
-    pass
-
-
 def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> PeftConfig:
     """Build peft's configuration: every key of ``lora:`` that peft has goes there."""
-    is_oft = options.oft_block_size is not None
-    own = {field.name for field in fields(OFTConfig if is_oft else LoraConfig)}
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(options.peft_type.upper())]
+    config: Any = type("_Config", (_Sorted, kind), {})
+    own = {field.name for field in fields(kind)} - {"peft_type"}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
     modules = targets.modules
@@ -72,10 +68,17 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
     alphas = {name: options.alpha * rank / options.r for name, rank in ranks.items()}
     given |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
-    if is_oft:
-        named = {name: value for name, value in given.items() if name in own}
-        return _OftConfig(**named | {"r": 0}, task_type=TaskType.CAUSAL_LM)
-    return _Config(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
+    if options.peft_type == "lora":
+        return config(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
+    shared = {name: given.pop(name) for name in _SHARED if name in own}
+    own -= {field.name for field in fields(PeftConfig)} | {*_SHARED}
+    if strange := sorted(options.peft_options.keys() - own):
+        raise RecipeError(
+            f"{strange[0]} is no key of peft's {kind.__name__}",
+            where="lora.peft_options",
+            fix=f"it has {', '.join(sorted(own))}",
+        )
+    return config(**shared, **options.peft_options, task_type=TaskType.CAUSAL_LM)
 
 
 def attach(

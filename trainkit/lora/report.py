@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from peft.tuners.oft import OFTLayer
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -40,8 +40,10 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         (adapter,) = layer.active_adapters
         kind = _kind(name) if parameter is None else f"{_kind(name)}.{parameter}"
         what = "module" if parameter is None else "parameter"
-        if isinstance(layer, OFTLayer):
-            adapted[kind, what, layer.oft_block_size[adapter], 1.0] += 1  # its rank, so to say
+        if not isinstance(layer, LoraLayer):
+            adapted[kind, what, type(layer).__module__.split(".")[2], 1.0] += (
+                1  # in place of a rank
+            )
             continue
         adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
         if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:
@@ -68,7 +70,10 @@ def adapter_lines(report: dict[str, Any]) -> list[str]:
     lines = []
     for what in ("module", "parameter"):
         rows = [row for row in report["adapted"] if row["what"] == what]
-        kinds = ", ".join(f"{row['kind']} x{row['number']} (r {row['r']})" for row in rows)
+        kinds = ", ".join(
+            f"{row['kind']} x{row['number']} ({'r ' * isinstance(row['r'], int)}{row['r']})"
+            for row in rows
+        )
         lines += [f"adapted {what}s: {kinds}"] if rows else []
     for what, title in (("trained_whole", "trained whole"), ("not_adapted", "not adapted")):
         kinds = ", ".join(f"{kind} x{number}" for kind, number in report[what].items())

@@ -390,7 +390,6 @@ NOT_TAKEN: Mapping[str, str] = {
     "megatron_config": "Megatron's layers are not trained here",
     "megatron_core": "Megatron's layers are not trained here",
     "monteclora_config": _VARIANT,
-    "peft_type": _SET_BY_TRAINKIT,
     "peft_version": _SET_BY_TRAINKIT,
     "qalora_group_size": _VARIANT,
     "revision": "the revision is model.revision",
@@ -412,6 +411,9 @@ Quantized = Literal["nf4", "int8", "fp8"]
 
 QUANTIZED: tuple[str, ...] = get_args(Quantized)
 
+AdapterKind = Literal["lora", "oft", "boft", "miss", "hra", "loha", "lokr", "vera", "fourierft"]
+"""Kinds of peft's that train a model's layers and can be merged into them."""
+
 
 _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
     *(("r", 16), ("alpha", 32), ("dropout", 0.0), ("target_parameters", [])),
@@ -419,7 +421,7 @@ _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
     *(("lora_bias", False), ("lora_plus_ratio", None), ("quantize", None)),
     ("rank_pattern", {}),
 )
-"""What orthogonal adapters have no part of, as it is where nobody says it."""
+"""What adapters of another kind have no part of, as it is where nobody says it."""
 
 
 class LoraOptions(Section):
@@ -472,11 +474,12 @@ class LoraOptions(Section):
     quantize_head: bool = Field(
         False, description="nf4 packs the output layer, too, where it is not the embedding."
     )
-    oft_block_size: int | None = Field(
-        None,
-        ge=2,
-        description="Orthogonal adapters (OFT) in place of LoRA's, which rotate so many inputs of "
-        "a layer at a time; r, alpha and all else that is LoRA's own goes without them alone.",
+    peft_type: AdapterKind = Field(
+        "lora", description="Adapters of another kind of peft's; r, alpha and the like are LoRA's."
+    )
+    peft_options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Keys of peft's own for such adapters: oft_block_size: 32.",
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
@@ -525,8 +528,8 @@ class LoraOptions(Section):
     @property
     def needs_whole_model(self) -> str | None:
         """The key that takes more than the layers of one rank to begin or to save; or None."""
-        if self.oft_block_size is not None:
-            return "lora.oft_block_size"
+        if self.peft_type != "lora":
+            return "lora.peft_type"
         init = self.init_lora_weights
         if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
             return "lora.init_lora_weights"
@@ -534,12 +537,20 @@ class LoraOptions(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "LoraOptions":
-        for name, of_lora in _OF_LORA_ALONE if self.oft_block_size is not None else ():
+        is_lora = self.peft_type == "lora"
+        if is_lora and self.peft_options:
+            raise broken_rule(
+                "lora.peft_options",
+                "they are of adapters of another kind",
+                "set lora.peft_type, or remove them: LoRA's are keys of lora themselves",
+            )
+        for name, of_lora in () if is_lora else _OF_LORA_ALONE:
             if getattr(self, name) != of_lora and (name != "quantize" or self.quantize == "fp8"):
                 raise broken_rule(
                     f"lora.{name}",
-                    f"orthogonal adapters (oft_block_size) have no {name}",
-                    f"remove lora.{name}, or lora.oft_block_size",
+                    f"adapters of the kind {self.peft_type} have no {name} of LoRA's",
+                    f"remove lora.{name}, give peft's own in lora.peft_options, or take "
+                    "peft_type: lora",
                 )
         for key, kinds in (("use_dora", ("int8", "fp8")), ("target_parameters", ("fp8",))):
             if self.quantize in kinds and getattr(self, key):

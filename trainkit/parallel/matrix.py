@@ -275,12 +275,12 @@ REFUSALS: tuple[Refusal, ...] = (
         )
     ),
     Refusal(
-        "lora.oft_block_size",
+        "lora.peft_type",
         lambda one: (
-            one.lora == "lora.oft_block_size"
+            one.lora == "lora.peft_type"
             and (one.shard != "none" or max(one.tensor, one.pipeline, one.sequence) > 1)
         ),
-        "rotations have been held against one process alone",
+        "adapters of another kind have been held against one process alone",
         "remove the other keys of parallel: each GPU then holds the whole model",
     ),
     Refusal(

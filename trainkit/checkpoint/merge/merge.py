@@ -245,7 +245,7 @@ def _record(
 
 def needs_the_model(adapter: Adapter, names: Collection[str]) -> bool:
     """Whether an adapter changes weights that the base's files do not hold under those names."""
-    if adapter.config.get("target_parameters") or adapter.config.get("peft_type") == "OFT":
+    if adapter.config.get("target_parameters") or adapter.config["peft_type"] != "LORA":
         return True
     layers = [f"{module}.weight" for module in adapter.modules if ".layers." in module]
     # Where some are there the base is another one; where none is, they may have other names there.
@@ -345,7 +345,7 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(plain, plain.state_dict()))
 
 
-_PART = re.compile(r"\.(lora|oft)_")
+_PART = re.compile(r"\.(lora|b?oft|miss|hra|hada|lokr|vera|fourierft)_")
 
 
 def _refuse_strangers(wrapped: PeftModel, adapter: Adapter) -> None:

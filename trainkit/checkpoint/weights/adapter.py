@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
 from trainkit.errors import CheckpointError
+from trainkit.options.model import AdapterKind
 from trainkit.patterns import refuse_endless
 
 CONFIG_NAME = "adapter_config.json"
@@ -116,9 +117,9 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     """
     config = read_json(plain_file(Path(directory), CONFIG_NAME))
     where = str(directory)
-    kinds = ("LORA", "OFT") if with_peft else ("LORA",)
-    if not isinstance(config, dict) or config.get("peft_type") not in kinds:
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    kinds = [name.upper() for name in get_args(AdapterKind)] if with_peft else ["LORA"]
+    if not isinstance(config, dict) or kind not in kinds:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)
     for key in _UNKNOWN_HERE:
@@ -168,7 +169,7 @@ def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     """
     directory = Path(directory)
     config = read_adapter_config(directory, with_peft=with_peft)
-    if config["peft_type"] == "OFT" or any(config.get(key) for key in _KNOWN_TO_PEFT):
+    if config["peft_type"] != "LORA" or any(config.get(key) for key in _KNOWN_TO_PEFT):
         return Adapter(directory, config)
     with adapter_file(directory) as file:
         tensors = {key: file.load(key) for key in file.tensors}
