@@ -217,7 +217,7 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
         found |= {"objective": "dpo", "preference.beta": tuning.pref_beta}
         found["preference.loss"] = tuning.pref_loss
     if tuning.finetuning_type == "oft":
-        found["lora.peft_options"] = {"oft_block_size": tuning.oft_block_size}
+        found["lora.peft"] = {"peft_type": "oft", "oft_block_size": tuning.oft_block_size}
     if tuning.finetuning_type == "lora":
         found |= {
             "lora.r": tuning.lora_rank,

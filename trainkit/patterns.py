@@ -104,7 +104,7 @@ def _refuse_sizes(
         if len(held if isinstance(held, str) else "".join(map(str, held or ()))) > _LONGEST:
             refuse(key, str(held), f"at most {_LONGEST:,} characters long")
     for key, rank in _numbers(config, "r", "rank_pattern"):
-        least = int(config.get("peft_type", "LORA") == "LORA")  # OFT's blocks have a size instead
+        least = int(config.get("peft_type", "LORA") == "LORA")
         if type(rank) is not int or not least <= rank <= _HIGHEST_RANK:
             refuse(key, rank, f"a whole number from 1 to {_HIGHEST_RANK:,}")
     for key, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):

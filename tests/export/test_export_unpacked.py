@@ -218,7 +218,7 @@ def test_adapters_of_another_kind_over_a_packed_base_merge_and_are_not_served_as
     make_qwen2(len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    lora = "lora: {peft_type: oft, peft_options: {oft_block_size: 16}, quantize: nf4}"
+    lora = "lora: {peft: {peft_type: oft, oft_block_size: 16}, quantize: nf4}"
     (tmp_path / "r.yaml").write_text(RECIPE.replace("lora: {r: 4, alpha: 32}", lora))
     said = trainkit(tmp_path, "sft", "r.yaml", "--output-dir", "run", "training.max_steps=4")
     assert said.code == 0, said.err

@@ -16,6 +16,7 @@ from trainkit.errors import CheckpointError, ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
 from trainkit.lora.report import adapter_lines, describe_adapters, merge_warning
 from trainkit.models.linears import count_parameters
+from trainkit.options.model import OTHER_ADAPTERS
 
 
 def make_model(*, tied=True, dtype=torch.float32, seed=0):
@@ -204,24 +205,16 @@ def test_biases_that_no_merge_can_keep_are_named_before_training(targets, word):
     assert word is None or word in warning
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("oft", {"oft_block_size": 8}),
-        ("boft", {"boft_block_size": 8}),
-        ("miss", {"r": 8}),
-        ("hra", {"r": 4}),
-        ("loha", {"r": 4, "alpha": 8}),
-        ("lokr", {"r": 4}),
-        ("vera", {"r": 16}),
-        ("fourierft", {"n_frequency": 64}),
-    ],
-)
-def test_adapters_of_another_kind_are_pefts_own(tmp_path, kind, options):
-    given = LoraOptions(peft_type=kind, peft_options=options)
-    model = attach(make_model(), given).eval()
+OTHERS = {"oft": {"oft_block_size": 8}, "boft": {"boft_block_size": 8}, "miss": {"r": 8}}
+OTHERS |= {"hra": {"r": 4}, "loha": {"r": 4, "alpha": 8}, "lokr": {"r": 4}, "vera": {"r": 16}}
+OTHERS |= {"fourierft": {"n_frequency": 64}}
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_adapters_of_another_kind_are_pefts_own(tmp_path, kind):
+    model = attach(make_model(), LoraOptions(peft={"peft_type": kind, **OTHERS[kind]})).eval()
     config = PEFT_TYPE_TO_CONFIG_MAPPING[kind.upper()]
-    config = config(target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    config = config(target_modules="all-linear", task_type="CAUSAL_LM", **OTHERS[kind])
     plain = get_peft_model(make_model(), config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -248,13 +241,13 @@ def test_adapters_of_another_kind_are_pefts_own(tmp_path, kind, options):
     [{"r": 8}, {"alpha": 16}, {"use_dora": True}, {"quantize": "fp8"}, {"dropout": 0.1}],
 )
 def test_what_adapters_of_another_kind_have_no_part_of_is_refused(given):
-    LoraOptions(peft_type="oft", quantize="nf4")
+    LoraOptions(peft={"peft_type": "oft"}, quantize="nf4")
     with pytest.raises(RecipeError, match=f"have no {next(iter(given))}"):
-        LoraOptions(peft_type="oft", **given)
-    with pytest.raises(RecipeError, match="of another kind"):
-        LoraOptions(peft_options={"r": 8})
+        LoraOptions(peft={"peft_type": "oft"}, **given)
+    with pytest.raises(RecipeError, match="peft_type is none, and can be oft, boft"):
+        LoraOptions(peft={"r": 8})
     with pytest.raises(RecipeError, match="bloft_block_size is no key of peft's BOFTConfig"):
-        attach(make_model(), LoraOptions(peft_type="boft", peft_options={"bloft_block_size": 8}))
+        attach(make_model(), LoraOptions(peft={"peft_type": "boft", "bloft_block_size": 8}))
 
 
 def test_adapters_of_another_kind_of_experts_are_refused():
@@ -262,5 +255,5 @@ def test_adapters_of_another_kind_of_experts_are_refused():
     config = Qwen3MoeConfig(vocab_size=32, hidden_size=32, num_experts=2, head_dim=16, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match="experts: false"):
-        attach(model, LoraOptions(peft_type="oft"))
-    attach(model, LoraOptions(peft_type="oft", experts=False))
+        attach(model, LoraOptions(peft={"peft_type": "oft"}))
+    attach(model, LoraOptions(peft={"peft_type": "oft"}, experts=False))

@@ -138,7 +138,7 @@ def stored_as(quantization: Any) -> str | None:
 _DECIDE = {
     *("r", "target_modules", "exclude_modules", "target_parameters", "experts"),
     *("modules_to_save", "dropout", "use_dora", "adapter_dtype", "quantize", "quantize_experts"),
-    *("quantize_skip", "quantize_head", "vision", "peft_type", "peft_options", "rank_pattern"),
+    *("quantize_skip", "quantize_head", "vision", "peft", "rank_pattern"),
 }
 """Keys of ``lora`` by which memory and time differ."""
 

@@ -38,7 +38,6 @@ from trainkit.places import regular_files
 _UNMATCHED = r"The following \w+_pattern keys did not match"
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 _SHARED = ("target_modules", "exclude_modules", "modules_to_save")
-"""Keys of ``lora:`` that adapters of every kind have."""
 
 
 class _Sorted:
@@ -52,9 +51,10 @@ class _Sorted:
 
 def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> PeftConfig:
     """Build peft's configuration: every key of ``lora:`` that peft has goes there."""
-    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(options.peft_type.upper())]
+    more = dict(options.peft)
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(more.pop("peft_type", "lora")).upper())]
     config: Any = type("_Config", (_Sorted, kind), {})
-    own = {field.name for field in fields(kind)} - {"peft_type"}
+    own = {field.name for field in fields(kind)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
     modules = targets.modules
@@ -68,17 +68,17 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
     alphas = {name: options.alpha * rank / options.r for name, rank in ranks.items()}
     given |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
-    if options.peft_type == "lora":
+    if not options.peft:
         return config(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
     shared = {name: given.pop(name) for name in _SHARED if name in own}
     own -= {field.name for field in fields(PeftConfig)} | {*_SHARED}
-    if strange := sorted(options.peft_options.keys() - own):
+    if strange := sorted(more.keys() - own):
         raise RecipeError(
             f"{strange[0]} is no key of peft's {kind.__name__}",
-            where="lora.peft_options",
+            where="lora.peft",
             fix=f"it has {', '.join(sorted(own))}",
         )
-    return config(**shared, **options.peft_options, task_type=TaskType.CAUSAL_LM)
+    return config(**shared, **more, task_type=TaskType.CAUSAL_LM)
 
 
 def attach(

@@ -41,9 +41,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         kind = _kind(name) if parameter is None else f"{_kind(name)}.{parameter}"
         what = "module" if parameter is None else "parameter"
         if not isinstance(layer, LoraLayer):
-            adapted[kind, what, type(layer).__module__.split(".")[2], 1.0] += (
-                1  # in place of a rank
-            )
+            adapted[kind, what, type(layer).__module__.split(".")[2], 1.0] += 1
             continue
         adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
         if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:

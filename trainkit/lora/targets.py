@@ -151,7 +151,7 @@ def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions)
         and not is_named(name, options.exclude_modules)
     ]
     largest, name = max(shapes, default=(options.r, ""))
-    if not targets.parameters and options.peft_type == "lora" and options.r > largest:
+    if not targets.parameters and not options.peft and options.r > largest:
         raise RecipeError(
             f"r: {options.r} is more than any adapted layer can use: an update of {name} has rank "
             f"{largest} at most",
@@ -233,7 +233,7 @@ def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 def _refuse_with_parameters(targets: Targets, options: LoraOptions) -> None:
     """What peft's adapters of parameters cannot do."""
     for key, value, off in (
-        ("peft_type", options.peft_type.removeprefix("lora"), "lora"),
+        ("peft", options.peft, "{}"),
         ("dropout", options.dropout, "0"),
         ("lora_bias", options.lora_bias, "false"),
         ("use_dora", options.use_dora, "false"),

@@ -390,6 +390,7 @@ NOT_TAKEN: Mapping[str, str] = {
     "megatron_config": "Megatron's layers are not trained here",
     "megatron_core": "Megatron's layers are not trained here",
     "monteclora_config": _VARIANT,
+    "peft_type": "another kind of adapters is lora.peft: {peft_type: oft}",
     "peft_version": _SET_BY_TRAINKIT,
     "qalora_group_size": _VARIANT,
     "revision": "the revision is model.revision",
@@ -411,7 +412,7 @@ Quantized = Literal["nf4", "int8", "fp8"]
 
 QUANTIZED: tuple[str, ...] = get_args(Quantized)
 
-AdapterKind = Literal["lora", "oft", "boft", "miss", "hra", "loha", "lokr", "vera", "fourierft"]
+OTHER_ADAPTERS = ("oft", "boft", "miss", "hra", "loha", "lokr", "vera", "fourierft")
 """Kinds of peft's that train a model's layers and can be merged into them."""
 
 
@@ -474,12 +475,10 @@ class LoraOptions(Section):
     quantize_head: bool = Field(
         False, description="nf4 packs the output layer, too, where it is not the embedding."
     )
-    peft_type: AdapterKind = Field(
-        "lora", description="Adapters of another kind of peft's; r, alpha and the like are LoRA's."
-    )
-    peft_options: dict[str, bool | int | float | str] = Field(
+    peft: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Keys of peft's own for such adapters: oft_block_size: 32.",
+        description="Another kind of adapters: {peft_type: oft, oft_block_size: 32}; r, alpha and "
+        "the like are LoRA's.",
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
@@ -528,8 +527,8 @@ class LoraOptions(Section):
     @property
     def needs_whole_model(self) -> str | None:
         """The key that takes more than the layers of one rank to begin or to save; or None."""
-        if self.peft_type != "lora":
-            return "lora.peft_type"
+        if self.peft:
+            return "lora.peft"
         init = self.init_lora_weights
         if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
             return "lora.init_lora_weights"
@@ -537,20 +536,16 @@ class LoraOptions(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "LoraOptions":
-        is_lora = self.peft_type == "lora"
-        if is_lora and self.peft_options:
-            raise broken_rule(
-                "lora.peft_options",
-                "they are of adapters of another kind",
-                "set lora.peft_type, or remove them: LoRA's are keys of lora themselves",
-            )
-        for name, of_lora in () if is_lora else _OF_LORA_ALONE:
+        kind = str(self.peft.get("peft_type")).lower()
+        if self.peft and kind not in OTHER_ADAPTERS:
+            why = f"peft_type is {kind}, and can be {', '.join(OTHER_ADAPTERS)}"
+            raise broken_rule("lora.peft", why, "name one of them")
+        for name, of_lora in _OF_LORA_ALONE if self.peft else ():
             if getattr(self, name) != of_lora and (name != "quantize" or self.quantize == "fp8"):
                 raise broken_rule(
                     f"lora.{name}",
-                    f"adapters of the kind {self.peft_type} have no {name} of LoRA's",
-                    f"remove lora.{name}, give peft's own in lora.peft_options, or take "
-                    "peft_type: lora",
+                    f"adapters of the kind {kind} have no {name} of LoRA's",
+                    f"remove lora.{name}, or give peft's own in lora.peft",
                 )
         for key, kinds in (("use_dora", ("int8", "fp8")), ("target_parameters", ("fp8",))):
             if self.quantize in kinds and getattr(self, key):

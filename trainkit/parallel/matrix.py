@@ -275,9 +275,9 @@ REFUSALS: tuple[Refusal, ...] = (
         )
     ),
     Refusal(
-        "lora.peft_type",
+        "lora.peft",
         lambda one: (
-            one.lora == "lora.peft_type"
+            one.lora == "lora.peft"
             and (one.shard != "none" or max(one.tensor, one.pipeline, one.sequence) > 1)
         ),
         "adapters of another kind have been held against one process alone",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
 from trainkit.errors import CheckpointError
-from trainkit.options.model import AdapterKind
+from trainkit.options.model import OTHER_ADAPTERS
 from trainkit.patterns import refuse_endless
 
 CONFIG_NAME = "adapter_config.json"
@@ -118,7 +118,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     config = read_json(plain_file(Path(directory), CONFIG_NAME))
     where = str(directory)
     kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-    kinds = [name.upper() for name in get_args(AdapterKind)] if with_peft else ["LORA"]
+    kinds = ["LORA", *map(str.upper, OTHER_ADAPTERS)] if with_peft else ["LORA"]
     if not isinstance(config, dict) or kind not in kinds:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)

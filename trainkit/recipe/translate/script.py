@@ -71,26 +71,15 @@ class Chat:
     turns: Any
 
 
-_ARITHMETIC: dict[type, Any] = {
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Sub: operator.sub,
-    ast.FloorDiv: operator.floordiv,
-}
-_PASSING = {
-    "list",
-    "Series",
-    "DataFrame",
-    "from_pandas",
-    "concat",
-    "concatenate_datasets",
-    "prepare_model_for_kbit_training",
-    "int",
-    "dict_",
-}
+_ARITHMETIC: dict[type, Any] = {ast.Mult: operator.mul, ast.Div: operator.truediv}
+_ARITHMETIC |= {ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv}
+_PASSING = {"list", "Series", "DataFrame", "from_pandas", "concat", "concatenate_datasets"}
+_PASSING |= {"prepare_model_for_kbit_training", "int", "dict_"}
 """Calls that give back what they are given, as far as rows go."""
 
 
+_CONSTANT: dict[str, Any] = {"is_bfloat16_supported": True, "is_bf16_supported": True}
+_CONSTANT |= dict.fromkeys(("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling"))
 _SETS_UP = {"get_peft_model", "load_dataset", "SFTTrainer", "SFTConfig", "LoraConfig", "map"}
 _SETS_UP |= {"filter", "select", "shard", "sort", "add_column", "concatenate_datasets"}
 _CHANGES = {"add_tokens", "add_special_tokens", "resize_token_embeddings", "requires_grad_"}
@@ -331,10 +320,8 @@ class Script:
             kept = {k: v for k, v in words.items() if k not in ("model", "peft_config")}
             known = base.values if isinstance(base, Thing) else {}
             return Thing("model", {**known, **inner, **kept, "adapters": True})
-        if name == "dict":
-            return dict(words)
-        if name == "str" and args and isinstance(args[0], str):
-            return args[0]
+        if name == "dict" or (name == "str" and args and isinstance(args[0], str)):
+            return dict(words) if name == "dict" else args[0]
         if name.endswith(("Config", "TrainingArguments")):
             plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
             return Thing("config", {**plain, **words})
@@ -370,10 +357,8 @@ class Script:
             return _format(_text(owner), args, words)
         if name in ("removeprefix", "strip") and isinstance(owner, Chat):
             return owner
-        if name in ("is_bfloat16_supported", "is_bf16_supported"):
-            return True
-        if name in ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling"):
-            return None  # pads, and does no more
+        if name in _CONSTANT:
+            return _CONSTANT[name]
         if name == "zip":
             return tuple(args)
         if full == "json.loads" and args and isinstance(args[0], Column):
@@ -402,10 +387,8 @@ class Script:
         if owner.kind == "tokenizer" and name == "apply_chat_template":
             return _chat(args, words, node)
         if owner.kind != "rows":
-            if (
-                name == "add_callback"
-                and {_name(a.func) for a in node.args if isinstance(a, ast.Call)} & self.idle
-            ):
+            made = {_name(each.func) for each in node.args if isinstance(each, ast.Call)}
+            if name == "add_callback" and made & self.idle:
                 return owner
             if name in _CHANGES:
                 what = f"{ast.unparse(node.func)}(...)"
@@ -413,8 +396,8 @@ class Script:
             return None
         held = owner.values
         if name == "map":
-            made = self._rows_made(node.args[0] if node.args else None)
-            return owner.but(columns={**held["columns"], **made})
+            more = self._rows_made(node.args[0] if node.args else None)
+            return owner.but(columns={**held["columns"], **more})
         if name == "sample" and args and isinstance(args[0], Share):
             return owner.but(share=args[0].of)
         if name == "train_test_split" and isinstance(words.get("test_size"), int | float):
