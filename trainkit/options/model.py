@@ -422,7 +422,6 @@ _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (
     *(("lora_bias", False), ("lora_plus_ratio", None), ("quantize", None)),
     ("rank_pattern", {}),
 )
-"""What adapters of another kind have no part of, as it is where nobody says it."""
 
 
 class LoraOptions(Section):

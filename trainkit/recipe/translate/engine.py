@@ -96,7 +96,6 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
 
 
 def _flat(values: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings, those of a tool's sections as ``section.key``."""
     for key, value in values.items():
         if key in rows.get("sections", ()) and isinstance(value, dict):
             yield from ((f"{key}.{name}", each) for name, each in value.items())
@@ -112,15 +111,9 @@ def _tool_of(theirs: Theirs) -> str:
             return name
     given = theirs.values.keys()
     fitting = [name for name in TOOLS if given & set(tool_table(name)["signs"])]
-    alone = {
-        name: {
-            key
-            for key in given & known_keys(name)
-            if not any(key in known_keys(other) for other in fitting if other != name)
-        }
-        for name in fitting
-    }
-    sure = [name for name in fitting if alone[name]] if len(fitting) > 1 else fitting
+    others = {n: set[str]().union(*(known_keys(o) for o in fitting if o != n)) for n in fitting}
+    sure = [name for name in fitting if given & (known_keys(name) - others[name])]
+    sure = sure if len(fitting) > 1 else fitting
     if len(sure) == 1 and not theirs.program.endswith(".py"):
         return sure[0]
     if theirs.program:
@@ -138,7 +131,6 @@ def _tool_of(theirs: Theirs) -> str:
 
 
 def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
-    """What it trains is recognised before anything is translated."""
     for condition, kind in rows["kinds"]:
         if all_fit(seen, condition):
             sign = ", ".join(f"{key}: {str(seen.get(key))[:80]}" for key in condition)
@@ -193,7 +185,6 @@ def _unclear(draft: Draft, rows: Mapping[str, Any], key: str, expression: str) -
 
 
 def _number(value: Any) -> Any:
-    """The number that a text is, such as 2e-4 in quotes; or the text."""
     if isinstance(value, str) and re.fullmatch(r"-?\d[\d_]*(\.\d*)?([eE][-+]?\d+)?", value.strip()):
         return float(value) if re.search(r"[.eE]", value) else int(value)
     return value

@@ -65,7 +65,6 @@ class Rules:
         }
 
     def run(self, rules: Iterable[Mapping[str, Any]]) -> None:
-        """Do the rules that hold, all of them."""
         for rule in rules:
             self._rule(rule)
 
@@ -114,7 +113,6 @@ class Rules:
         return _compiled(expression)(self.names) if isinstance(expression, str) else expression
 
     def text(self, text: str) -> str:
-        """A text with expressions in it."""
         return _JINJA.from_string(text).render(self.names) if "{{" in text else text
 
     def _fitting(self, options: Mapping[str, Any] | None, text: Any) -> Any:

@@ -174,7 +174,6 @@ class Script:
         self.lost: list[tuple[str, str]] = []
 
     def run(self, body: list[ast.stmt]) -> None:
-        """Follow statements in their order."""
         for node in body:
             if isinstance(node, ast.Assign):
                 self._assign(node.targets[0], self.value(node.value))
@@ -234,7 +233,6 @@ class Script:
                 self.lost.append((f"{ast.unparse(target)} = ...", why))
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression is, as far as it can be answer."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, Unknown(node.id))
         if isinstance(node, ast.Call):
@@ -391,8 +389,9 @@ class Script:
             if name == "add_callback" and made & self.idle:
                 return owner
             if name in _CHANGES:
-                what = f"{ast.unparse(node.func)}(...)"
-                self.lost.append((what, "it may change what is trained"))
+                self.lost.append(
+                    (f"{ast.unparse(node.func)}(...)", "it may change what is trained")
+                )
             return None
         held = owner.values
         if name == "map":
@@ -493,7 +492,6 @@ class Script:
             self._assign(target, values)
 
     def report(self, theirs: Theirs) -> None:
-        """The settings of the one training."""
         theirs.lost += self.lost
         if not self.trainers:
             models = [v for v in self.names.values() if isinstance(v, Thing) and v.kind == "model"]
