@@ -153,15 +153,12 @@ class TestScripts:
         assert recipe_of(tmp_path, found.text).model.name_or_path == "unsloth/m"
 
     def test_conversations_and_their_mask(self, tmp_path):
-        chat = SCRIPT.replace(
-            'for q, a in zip(examples["instruction"], examples["output"])',
-            'for turns in examples["conversations"]',
-        ).replace(
-            "prompt.format(q, a) + EOS", "tokenizer.apply_chat_template(turns, tokenize=False)"
-        )
-        chat = chat.replace(
-            "trainer.train()", "trainer = train_on_responses_only(trainer)\ntrainer.train()"
-        )
+        pairs = 'for q, a in zip(examples["instruction"], examples["output"])'
+        chat = SCRIPT.replace(pairs, 'for turns in examples["conversations"]')
+        rendered = "tokenizer.apply_chat_template(turns, tokenize=False)"
+        chat = chat.replace("prompt.format(q, a) + EOS", rendered)
+        masked = "trainer = train_on_responses_only(trainer)\ntrainer.train()"
+        chat = chat.replace("trainer.train()", masked)
         recipe = recipe_of(tmp_path, self.translated(tmp_path, chat).text)
         assert recipe.data.train[0].format == "sharegpt"
         assert recipe.data.mask == "assistant"
@@ -170,16 +167,11 @@ class TestScripts:
         mixed = SCRIPT.replace("rows = rows.map(make, batched=True)", SCRIPTS["shares"])
         first, second = recipe_of(tmp_path, self.translated(tmp_path, mixed).text).data.train
         turns = '[{"role": "user", "content": {{ q | tojson }}}, {"role": "assistant", "content": '
-        assert (first.path, first.columns, first.weight) == (
-            "a.jsonl",
-            {"messages": turns + "{{ a | tojson }}}]"},
-            0.75,
-        )
+        assert first.columns == {"messages": turns + "{{ a | tojson }}}]"}
+        assert (first.path, first.weight) == ("a.jsonl", 0.75)
         assert (second.path, second.format, second.weight) == ("hub/chats", "sharegpt", 0.25)
-        both = SCRIPT.replace(
-            "rows = rows.map(make, batched=True)",
-            """rows = concatenate_datasets([rows, load_dataset("b/c", split="train[:9]")])""",
-        )
+        joined = 'rows = concatenate_datasets([rows, load_dataset("b/c", split="train[:9]")])'
+        both = SCRIPT.replace("rows = rows.map(make, batched=True)", joined)
         first, second = recipe_of(tmp_path, self.translated(tmp_path, both).text).data.train
         assert (second.path, second.split, second.weight) == ("b/c", "train[:9]", None)
         drawn = SCRIPT.replace("rows.map(make", "rows.shuffle(seed=1).select(range(7)).map(make")
@@ -227,9 +219,8 @@ class TestScripts:
         )
         (source,) = recipe_of(tmp_path, self.translated(tmp_path, drawn).text).data.train
         assert (source.epochs, source.max_samples) == (0.25, None)
-        (source,) = recipe_of(
-            tmp_path, self.translated(tmp_path, drawn.replace("0.25", "9")).text
-        ).data.train
+        found = self.translated(tmp_path, drawn.replace("0.25", "9"))
+        (source,) = recipe_of(tmp_path, found.text).data.train
         assert (source.epochs, source.max_samples) == (1.0, 9)
         with pytest.raises(RecipeError, match="train_test_split"):
             self.translated(tmp_path, drawn.replace("['train']", "['test']"))
@@ -246,11 +237,8 @@ class TestScripts:
         assert recipe_of(tmp_path, self.translated(tmp_path, named).text).lora.r == 4
 
     def test_a_template_next_to_the_script(self, tmp_path):
-        beside = SCRIPT.replace(
-            "SFTConfig(",
-            """SFTConfig(
-            chat_template_path=str(Path(__file__).parent / "mine.jinja"), """,
-        )
+        named = 'SFTConfig(chat_template_path=str(Path(__file__).parent / "mine.jinja"), '
+        beside = SCRIPT.replace("SFTConfig(", named)
         recipe = recipe_of(tmp_path, self.translated(tmp_path, beside).text)
         assert recipe.data.chat_template == str(tmp_path / "mine.jinja")
 

@@ -134,8 +134,6 @@ class Draft:
         ours: our values, dotted.
         origins: by our key, what to write behind it.
         lines: what became of each setting.
-        said: keys of theirs that need no further line.
-        launcher: what the launcher of a command line is given.
     """
 
     tool: str

@@ -506,9 +506,8 @@ class Script:
         for each in (model, trainer.pop("peft_config", None), trainer.pop("args", None)):
             if isinstance(each, Thing):
                 values |= each.values
-                values |= (
-                    {"adapters": True} if "r" in each.values or "lora_alpha" in each.values else {}
-                )
+                if {"r", "lora_alpha"} & each.values.keys():
+                    values["adapters"] = True
         tokenizer = trainer.pop("tokenizer", trainer.pop("processing_class", None))
         quantised = values.pop("quantization_config", trainer.pop("quantization_config", None))
         values |= quantised.values if isinstance(quantised, Thing) else {}
@@ -531,9 +530,8 @@ class Script:
             if max(shares[1:]) > 0:
                 if min(shares) < 0 or "max_steps" not in values:
                     theirs.lost.append(("rows", "several data sets, in shares of one of them"))
-                for source, share in zip(
-                    [values["rows"], *values["more_rows"]], shares, strict=True
-                ):
+                every = [values["rows"], *values["more_rows"]]
+                for source, share in zip(every, shares, strict=True):
                     source["weight"] = round(share / sum(shares), 6)
         given = values.pop("eval_dataset", None)
         if isinstance(rows, Thing) and "held_out" in rows.values and "part" in rows.values:
@@ -642,10 +640,8 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     named = rows.values["source"]
     head = {"column_names": named.get("column_names"), "skiprows": 1}  # its names, by others
     known = _LOADS | head.keys() if named.items() >= head.items() else _LOADS
-    if strange := [f"{key}=..." for key in named if key not in known]:
-        theirs.lost.append(
-            (f"load_dataset({', '.join(strange)})", "rows read in a way of their own")
-        )
+    if strange := ", ".join(f"{key}=..." for key in named if key not in known):
+        theirs.lost.append((f"load_dataset({strange})", "rows read in a way of their own"))
     files = named.get("data_files")
     paths = next(iter(files.values())) if isinstance(files, dict) and len(files) == 1 else files
     source: dict[str, Any] = {"path": named.get("path")}
