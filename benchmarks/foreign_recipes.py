@@ -306,11 +306,23 @@ def swift(file: Path) -> dict[str, Any]:
     found["is_sharded"] |= by_accelerate
     if counts and not args.get("streaming"):
         found["counts"] = [int(count) for count in counts]
+    if args["use_galore"]:
+        gap = args["galore_update_proj_gap"] * (1 + args["galore_optim_per_parameter"])
+        numbers = f"rank={args['galore_rank']},update_proj_gap={gap},scale={args['galore_scale']}"
+        found["training.optim_args"] = f"{numbers},proj_type={args['galore_proj_type']}"
     if not args.get("fsdp") and not by_accelerate:  # whose file may say so itself
         found["training.gradient_checkpointing"] = args["gradient_checkpointing"]
     if args["max_length"]:
         found["data.max_length"] = args["max_length"]
-    if not full:
+    if args["tuner_type"] == "bone":
+        found["lora.peft"] = {"peft_type": "miss", "r": args["reft_rank"]}
+    elif args["tuner_type"] == "boft":
+        from peft import BOFTConfig
+
+        held = vars(BOFTConfig())
+        other = {k: args[k] for k in held if k.startswith("boft_") and args[k] != held[k]}
+        found["lora.peft"] = {"peft_type": "boft", **other}
+    elif not full:
         found |= {"lora.r": args["lora_rank"], "lora.alpha": args["lora_alpha"]}
         found["lora.dropout"] = args["lora_dropout"] * ("rlhf_type" not in args)
         found["lora.quantize"] = {4: "nf4", 8: "int8"}.get(args.get("quant_bits"))
