@@ -30,6 +30,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.data.template import FROZEN_DATE
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.translate.draft import table, tool_table
@@ -179,7 +180,9 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     from swift.dataset import DATASET_MAPPING
     from swift.dataset.preprocessor import AutoPreprocessor
     from swift.template import TEMPLATE_MAPPING
+    from swift.template.templates import llm
 
+    llm.datetime = MagicMock(now=lambda: FROZEN_DATE)  # as templates here print it
     own = {"response": "{{NAME}} of {{AUTHOR}}"}
     rows = {
         "AI-ModelScope/alpaca-gpt4-data-zh": [
