@@ -242,9 +242,8 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             mask = [int(x != -100) for x in encoded["labels"]]
             theirs.append((list(encoded["input_ids"]), mask))
         shape = {"format": source.format, "columns": source.columns}
-        options = {"chat_template": data.chat_template, "system_policy": data.system_policy}
-        options |= {"end_texts": data.end_texts}
-        options = {key: value for key, value in options.items() if value is not None}
+        held = {key: getattr(data, key) for key in ("chat_template", "system_policy", "end_texts")}
+        options = {key: value for key, value in held.items() if value is not None}
         mine = ours(tok, some, shape, **options)
         yield f"ms-swift {name} {kind} {system} {scale}", theirs, mine
 
@@ -254,16 +253,9 @@ def eos_of(template: str) -> str:
     if "<｜User｜>" in template:
         return "<｜end▁of▁sentence｜>"
     ends = (
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<turn|>",
-        "<|eom|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<end_of_turn>",
-        "<|eot|>",
-        "<|end|>",
+        "<|im_end|> <|eot_id|> <turn|> <|eom|> <|END_OF_TURN_TOKEN|> <end_of_turn> <|eot|> <|end|>"
     )
-    return next((end for end in ends if end in template), "<E>")
+    return next((end for end in ends.split() if end in template), "<E>")
 
 
 def unsloths(file: Path) -> dict[str, str]:

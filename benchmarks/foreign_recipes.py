@@ -205,9 +205,7 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
     found |= {
         "training.warmup_steps": args.get("warmup_steps") or args.get("warmup_ratio") or 0,
         "data.max_length": data.cutoff_len,
-        "data.packing": bool(
-            data.packing if data.packing is not None else given.get("stage") == "pt"
-        ),
+        "data.packing": bool(given.get("stage") == "pt" if data.packing is None else data.packing),
         "is_lora": tuning.finetuning_type in ("lora", "oft"),
         "training.gradient_checkpointing": not given.get("disable_gradient_checkpointing", False),
         "data.mask": "none" if tuning.stage == "pt" or data.train_on_prompt else "assistant",
@@ -317,11 +315,7 @@ def swift(file: Path) -> dict[str, Any]:
     if args["tuner_type"] == "bone":
         found["lora.peft"] = {"peft_type": "miss", "r": args["reft_rank"]}
     elif args["tuner_type"] == "boft":
-        from peft import BOFTConfig
-
-        held = vars(BOFTConfig())
-        other = {k: args[k] for k in held if k.startswith("boft_") and args[k] != held[k]}
-        found["lora.peft"] = {"peft_type": "boft", **other}
+        found["lora.peft"] = {"peft_type": "boft"}  # whose defaults are peft's
     elif not full:
         found |= {"lora.r": args["lora_rank"], "lora.alpha": args["lora_alpha"]}
         found["lora.dropout"] = args["lora_dropout"] * ("rlhf_type" not in args)
@@ -347,9 +341,8 @@ def trl(tokens: list[str]) -> dict[str, Any]:
     words = [*tokens[start + 1 :], "--output_dir", "x", "--use_cpu", "--bf16", "false"]
     _, args, model, _ = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     found = {f"training.{name}": getattr(args, name) for name in _SHARED}
-    found["training.lr_scheduler_type"] = str(
-        getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    )
+    schedule = args.lr_scheduler_type
+    found["training.lr_scheduler_type"] = str(getattr(schedule, "value", schedule))
     found |= {
         "training.warmup_steps": args.warmup_steps,
         "data.max_length": args.max_length,
