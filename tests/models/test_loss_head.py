@@ -178,7 +178,7 @@ def test_calls_that_ask_for_logits_get_them(extra, reason, caplog):
 def test_token_accuracy_is_counted_apart_for_training_and_evaluation():
     model, plain = make_qwen2(64), make_qwen2(64)
     patch(model, ONLY_THE_LOSS)
-    assert loss_head.take_counts(model) is None
+    assert loss_head.take_counts(model.modules()) is None
     batches = [make_batch(seed) for seed in range(2)]
     wanted = torch.zeros(2, dtype=torch.int64)
     for batch in batches:
@@ -191,9 +191,9 @@ def test_token_accuracy_is_counted_apart_for_training_and_evaluation():
         model.train()(**batch)
     model.eval()(**batches[0])
     assert wanted[0] > 0
-    assert torch.equal(loss_head.take_counts(model), wanted)
-    assert loss_head.take_counts(model) is None
-    assert loss_head.take_counts(model, training=False) is not None
+    assert torch.equal(loss_head.take_counts(model.modules()), wanted)
+    assert loss_head.take_counts(model.modules()) is None
+    assert loss_head.take_counts(model.modules(), training=False) is not None
 
 
 def test_options_reach_the_loss():
