@@ -38,12 +38,14 @@ DAMAGES = {
     "adapter": lambda at: spoil_tensor(at / "adapter/adapter_model.safetensors", LORA, torch.nan),
     "alpha": lambda at: spoil_alpha(at / "adapter/adapter_config.json", float("inf")),
     "no alpha": lambda at: spoil_alpha(at / "adapter/adapter_config.json", float("nan")),
+    "alpha of 0": lambda at: spoil_alpha(at / "adapter/adapter_config.json", 0),
     "base": lambda at: spoil_tensor(at / "base/model.safetensors", "model.norm.weight", -torch.inf),
 }
 NAMED = {
     "adapter": ("adapter_model.safetensors", LORA),
     "alpha": ("adapter_config.json", "inf"),
     "no alpha": ("adapter_config.json", "nan"),
+    "alpha of 0": ("adapter_config.json", "lora_alpha is 0"),
     "base": ("model.safetensors", "model.norm.weight"),
 }
 COMMANDS = {

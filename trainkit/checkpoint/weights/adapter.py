@@ -149,14 +149,14 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
 
 
 def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
-    """Refuse a scale that is NaN or infinite: JSON readers take NaN and Infinity."""
+    """Refuse a scale that is 0, NaN or infinite: JSON readers take NaN and Infinity."""
     alphas = config.get("alpha_pattern")
     alphas = alphas if isinstance(alphas, dict) else {}  # of others `refuse_endless` speaks
     named = {f"alpha_pattern.{key}": alphas[key] for key in alphas}
     for key, alpha in {"lora_alpha": config.get("lora_alpha"), **named}.items():
-        if isinstance(alpha, int | float) and not math.isfinite(alpha):
+        if isinstance(alpha, int | float) and not (alpha and math.isfinite(alpha)):
             raise CheckpointError(
-                f"{key} is {alpha}, so every answer would be NaN",
+                f"{key} is {alpha}: an answer would be {'NaN' if alpha else 'as of the base'}",
                 where=str(directory / CONFIG_NAME),
                 fix=f"write the {key} that the adapter was trained with",
             )
