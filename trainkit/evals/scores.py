@@ -101,12 +101,16 @@ class Evaluation:
             [note for part in parts for note in part.notes],
         )
 
-    def write(self, target: Path, then: Callable[[], object] = lambda: None) -> None:
-        """Write ``results.json`` and ``samples/``, both at once; killed in ``then``, as if none."""
-        check_free(target)
+    def write(self, target: Path, then: Callable[[], object] = lambda: None) -> Path:
+        """Write ``results.json`` and ``samples/``, both at once; killed in ``then``, as if none.
+
+        Returns:
+            Where: another name, if something has come to the target since the questions began.
+        """
         with explain_os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+            mark = uuid.uuid4().hex
+            partial = target.parent / f".{target.name}.{mark}"
             partial.mkdir()
             try:
                 (partial / _OPEN).touch()
@@ -117,7 +121,9 @@ class Evaluation:
                     (partial / "samples" / name).write_text(text, "utf-8", "backslashreplace")
                 content = json.dumps(jsonable(self.to_dict()), ensure_ascii=False, indent=2)
                 (partial / RESULTS).write_text(f"{content}\n", "utf-8", "backslashreplace")
-                if (target / _OPEN).is_file():  # else what came there meanwhile stays
+                if _is_taken(target):
+                    target = target.with_name(f"{target.name}-{mark[:8]}")
+                if (target / _OPEN).is_file():
                     shutil.rmtree(target)
                 partial.rename(target)
                 fsync_directory(target.parent)
@@ -126,12 +132,18 @@ class Evaluation:
                 raise
             then()
             (target / _OPEN).unlink()
+        return target
+
+
+def _is_taken(target: Path) -> bool:
+    if not target.is_dir():
+        return target.exists()
+    return any(target.iterdir()) and not (target / _OPEN).is_file()
 
 
 def check_free(target: Path) -> None:
     """See that an evaluation can be written there."""
-    is_taken = target.is_dir() and any(target.iterdir()) and not (target / _OPEN).is_file()
-    if is_taken or (target.exists() and not target.is_dir()):
+    if _is_taken(target):
         raise RunDirectoryError(
             "there is something here already; an evaluation is never overwritten",
             where=str(target),

@@ -142,7 +142,9 @@ def evaluate(
         if paths.run is not None and (paths.run / "report.html").is_file():
             write_report(RunDirectory.open(paths.run))
 
-    found.write(target, draw)
+    wanted, target = target, found.write(target, draw)
+    if target != wanted:
+        note(f"something has come to {wanted} meanwhile; the scores are in {target}")
     for score in found.scores if as_json else ():
         tell({**asdict(score), "output": str(target)}, as_json)
     for line in () if as_json else as_lines(found.scores):
