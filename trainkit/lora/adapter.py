@@ -30,6 +30,7 @@ from trainkit.lora.initial import start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check
 from trainkit.models.packed_experts import read_where_they_run, with_shapes
 from trainkit.models.scalar_head import has_scalar_head
+from trainkit.models.swap import subclass_of
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
 from trainkit.patterns import ends_in, refuse_endless
@@ -53,7 +54,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
     """Build peft's configuration: every key of ``lora:`` that peft has goes there."""
     more = dict(options.peft)
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(more.pop("peft_type", "lora")).upper())]
-    config: Any = type("_Config", (_Sorted, kind), {})
+    config: Any = subclass_of(kind, _Sorted)  # which can be pickled
     own = {field.name for field in fields(kind)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
@@ -123,7 +124,7 @@ def attach(
         )
     read_where_they_run(wrapped)
     # A run has a card of its own; to fill in peft's takes longer than to write the adapter.
-    vars(wrapped)["create_or_update_model_card"] = lambda _: None
+    vars(wrapped)["create_or_update_model_card"] = str  # of the folder: nothing
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped

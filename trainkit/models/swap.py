@@ -28,7 +28,7 @@ _made_of: dict[type[nn.Module], tuple[type[nn.Module], _Layer]] = {}
 
 
 def subclass_of(
-    below: type[nn.Module], forward: type[nn.Module], settings: Mapping[str, object] | None = None
+    below: type[Any], forward: type[Any], settings: Mapping[str, object] | None = None
 ) -> type[Any]:
     """``forward`` in front of the class ``below``, under its name; made once.
 
