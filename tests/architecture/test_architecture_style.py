@@ -36,7 +36,7 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 377, "code": 61_223, "words": 9_639},
-    "tests": {"code": 43_227},
+    "tests": {"code": 43_229},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_730},
 }

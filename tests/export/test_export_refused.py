@@ -79,7 +79,8 @@ def test_a_server_that_says_something_else_is_not(served, base, word):
 def adapter(names=("model.layers.0.self_attn.q_proj",), rank=4, replaced=(), **config):
     part = ModuleAdapter(torch.ones(rank, 8), torch.ones(8, rank), None, None, False, 1.0)
     whole = {name: torch.ones(2, 2) for name in replaced}
-    return Adapter(None, {"r": rank, **config}, dict.fromkeys(names, part), whole)
+    config = {"peft_type": "LORA", "r": rank, **config}
+    return Adapter(None, config, dict.fromkeys(names, part), whole)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def adapter(names=("model.layers.0.self_attn.q_proj",), rank=4, replaced=(), **c
     [
         *((adapter(**{key: {"x": 1}}), "llama", key) for key in _UNSERVED),
         (adapter(bias="all"), "llama", "biases"),
+        (adapter(peft_type="VERA"), "llama", "VERA"),
         (adapter(("lm_head",)), "llama", "lm_head"),
         (adapter(("model.embed_tokens",)), "llama", "embed_tokens"),
         (adapter(("model.layers.0.mlp.experts.0.up_proj",)), "llama", "experts"),
