@@ -12,8 +12,13 @@ from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_fingerprint
 from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.cli.app import main
+from trainkit.errors import CheckpointError
+from trainkit.infer.base import prove_base
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import find_model
+from trainkit.lora.adapter import attach
+from trainkit.options import LoraOptions, ModelOptions
+from trainkit.options.model import OTHER_ADAPTERS
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +241,19 @@ def test_the_tokenizer_of_a_trained_adapter_serves_to_look_at_data(adapter, tmp_
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
     looked = ["--data", str(tmp_path / "d.jsonl"), "--model", str(adapter)]
     assert main(["data", "preview", *looked]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_an_adapter_of_another_kind_is_put_over_its_own_base_alone(kind, tiny_qwen2, tmp_path):
+    more = {f"{kind}_block_size": 8} if kind in ("oft", "boft") else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    attach(model, LoraOptions(peft={"peft_type": kind, **more})).save_pretrained(tmp_path / "mine")
+    make_qwen2(model.config.vocab_size, num_hidden_layers=1).save_pretrained(tmp_path / "less")
+
+    def prove(base):
+        source = ModelOptions(name_or_path=str(base))
+        prove_base(tmp_path / "mine", source, pytest.fail, any_base=True)
+
+    prove(tiny_qwen2)
+    with pytest.raises(CheckpointError, match=r"the base has no model\.layers\.1"):
+        prove(tmp_path / "less")

@@ -71,9 +71,11 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
                 size = weights.get(plain)
                 if plain == "score.weight":
                     refuse_scalar_head(["SEQ_CLS"], str(adapter))
-                if size is None:
-                    wrong.append(f"the base has no {plain}")
-                elif size != shape and not (size[1:] == shape[1:] and shape[0] == rows):
+                # Other kinds of adapters keep parts of their own in a layer, and some for all.
+                layers = {f"{plain.rsplit('.', number)[0]}.weight" for number in (1, 2)}
+                if size is None and weights.keys().isdisjoint(layers):
+                    wrong += [] if plain.startswith("base_model.") else [f"the base has no {plain}"]
+                elif size not in (None, shape) and not (size[1:] == shape[1:] and shape[0] == rows):
                     wrong.append(f"{plain} is {list(size)} in the base, {list(shape)} here")
             continue
         if module.removesuffix(".base_layer") not in modules:
