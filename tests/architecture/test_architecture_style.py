@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 377, "code": 61_224, "words": 9_640},
+    "trainkit": {"files": 377, "code": 61_231, "words": 9_640},
     "tests": {"code": 43_246},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_730},

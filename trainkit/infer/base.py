@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import empty_model, refuse_scalar_head, text_alone
-from trainkit.checkpoint.weights.adapter import PREFIX, is_of_text_alone, vocabulary_rows
+from trainkit.checkpoint.weights.adapter import OWN_PART, PREFIX, is_of_text_alone, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import adapter_file
@@ -66,16 +66,18 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
         part = next((each for each in (*_AXES, *_EMBEDDING_AXES) if name.endswith(each)), None)
         module = name if part is None else name.removesuffix(f".{part}")
         if part is None:
-            if "lora_" not in name and ".original_module." not in name:
+            if found := OWN_PART.search(name):  # VeRA's first two are of no layer
+                layer = name[: found.start()]
+                if found[1] != "lora" and key.startswith(PREFIX) and layer not in modules:
+                    wrong.append(f"the base has no {layer}")
+            elif ".original_module." not in name:
                 plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
                 size = weights.get(plain)
                 if plain == "score.weight":
                     refuse_scalar_head(["SEQ_CLS"], str(adapter))
-                # Other kinds of adapters keep parts of their own in a layer, and some for all.
-                layers = {f"{plain.rsplit('.', number)[0]}.weight" for number in (1, 2)}
-                if size is None and weights.keys().isdisjoint(layers):
-                    wrong += [] if plain.startswith("base_model.") else [f"the base has no {plain}"]
-                elif size not in (None, shape) and not (size[1:] == shape[1:] and shape[0] == rows):
+                if size is None:
+                    wrong.append(f"the base has no {plain}")
+                elif size != shape and not (size[1:] == shape[1:] and shape[0] == rows):
                     wrong.append(f"{plain} is {list(size)} in the base, {list(shape)} here")
             continue
         if module.removesuffix(".base_layer") not in modules:

@@ -170,7 +170,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin_micro_batch(self, model: nn.Module, *, accumulates: bool) -> None:
-        """Have the backward pass add to the buffers: ``model.zero_grad`` has let go of them."""
+        """Have the backward pass add to the buffers: to clear gradients let go of them."""
         del model, accumulates
         self._attach()
         self._is_clear = False

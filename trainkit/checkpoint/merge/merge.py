@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,12 @@ from trainkit.checkpoint.merge.merged_weights import (
     quantized_names,
 )
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
-from trainkit.checkpoint.weights.adapter import Adapter, is_of_text_alone, vocabulary_rows
+from trainkit.checkpoint.weights.adapter import (
+    OWN_PART,
+    Adapter,
+    is_of_text_alone,
+    vocabulary_rows,
+)
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.export import (
@@ -345,14 +349,11 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(plain, plain.state_dict()))
 
 
-_PART = re.compile(r"\.(lora|b?oft|miss|hra|hada|lokr|vera|fourierft)_")
-
-
 def _refuse_strangers(wrapped: PeftModel, adapter: Adapter) -> None:
     """Peft leaves out what finds no place, and says so in a warning at most."""
     held = load_peft_weights(str(adapter.directory), device="cpu").keys()
     placed = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
-    ours, theirs = ({each for each in names if _PART.search(each)} for names in (held, placed))
+    ours, theirs = ({each for each in names if OWN_PART.search(each)} for names in (held, placed))
     if strangers := sorted(ours ^ theirs):
         raise CheckpointError(
             f"the base and the adapter do not agree on {strangers[0]} ({len(strangers)} like this)",

@@ -31,6 +31,8 @@ _PARTS = (
     "lora_embedding_B",
     "lora_magnitude_vector",
 )
+OWN_PART = re.compile(r"\.(lora|b?oft|miss|hra|hada|lokr|vera|fourierft)_")
+"""What adapters of any kind keep next to a layer's own weights begins so."""
 _WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)?weight$")
 # What these initialisations leave behind fits only the base that they changed when training began.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
