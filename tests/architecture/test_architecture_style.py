@@ -35,10 +35,10 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 377, "code": 61_231, "words": 9_640},
-    "tests": {"code": 43_246},
+    "trainkit": {"files": 380, "code": 61_664, "words": 9_726},
+    "tests": {"code": 43_351},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_730},
+    "benchmarks": {"code": 2_796},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

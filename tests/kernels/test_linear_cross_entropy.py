@@ -6,6 +6,10 @@ import torch
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.launch import INTERPRETING
 from trainkit.kernels.linear_cross_entropy import function, products
+from trainkit.kernels.linear_cross_entropy.divergence import (
+    linear_divergence,
+    linear_divergence_reference,
+)
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
@@ -354,3 +358,21 @@ def test_a_gradient_that_is_not_kept_is_the_same_gradient(dtype, device, monkeyp
         assert torch.equal(kept, spent)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         counted.loss.backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_teacher_is_cut_into_chunks_as_its_student_is(frozen):
+    """Few trained rows among many, in chunks of a hundred; fp64, so only sums differ."""
+    draw = Draw.seeded(torch.float64, "cpu", 0)
+    labels = draw.integers(50, 300).masked_fill(draw.integers(10, 300) > 0, -100)
+    hidden, weight = draw.normal(300, 8), draw.normal(50, 8)
+    teacher = draw.normal(300, 6), draw.normal(50, 6)
+    found = []
+    options = {"chunk_tokens": 100, "num_trained": int((labels >= 0).sum())}
+    for op, more in ((linear_divergence, options), (linear_divergence_reference, {})):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+        loss, figures = op(*leaves, labels, *teacher, divergence="jsd", **more)
+        loss.backward()
+        found.append([loss.detach(), figures, *(each.grad for each in leaves[: 2 - frozen])])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)

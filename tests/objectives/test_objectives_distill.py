@@ -18,6 +18,7 @@ from transformers import set_seed
 from trainkit.data.formats import read_row
 from trainkit.data.messages import RowError
 from trainkit.errors import RecipeError
+from trainkit.models.loss import takes_loss_from_head
 from trainkit.objectives.distill import DistillLoss
 from trainkit.objectives.objective import LossSetup
 from trainkit.objectives.table import objective_of
@@ -61,6 +62,8 @@ def make_trainer(root, *, distill, packing=False, patched=False, hooks=(), **opt
         recipe |= {"objective": "distill", "distill": {"teacher": "live", **distill}}
         run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
         run.teacher = teacher_of(len(tokenizer)).to(next(run.built.model.parameters()).dtype)
+        if patched == "both":
+            patch(run.teacher)
 
     given = {"train_data": data.train, "eval_data": data.eval, "objective": row, "change": change}
     given["hooks"] = hooks
@@ -86,7 +89,7 @@ def plain_divergence(student, teacher, options):
     return share * (p * (p / m).log()).sum(-1) + (1 - share) * (q * (q / m).log()).sum(-1)
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("patched", [False, True, "both"], ids=["plain", "student", "both"])
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp_path):
@@ -322,3 +325,35 @@ def test_a_teacher_with_other_tokens_is_refused(places):
     (places / "teacher" / "tokenizer.json").write_text("{")
     said = trainkit(places, "sft", "r.yaml", *change, pictures=False)
     assert "error: distill.teacher: teacher: the tokenizer cannot be loaded" in said.err
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere"])
+def test_caps_and_scales_of_both_heads_are_in_the_divergence(family):
+    import transformers
+    from families.family_models import SIZES
+
+    from trainkit.patching import patch
+
+    config = getattr(transformers, f"{family}Config")
+    change = {"Gemma2": {"final_logit_softcapping": 3.0}, "Cohere": {"logit_scale": 4.0}}[family]
+    ids = torch.arange(3, 29).view(2, 13)
+    found = []
+    for is_patched in (False, True):
+        models = []
+        for seed, own in enumerate((change, {})):  # the teacher has its family's
+            set_seed(seed)
+            made = getattr(transformers, f"{family}ForCausalLM")(config(**SIZES, **own))
+            models.append(made.double())
+            if is_patched:
+                patch(made)
+            assert takes_loss_from_head(made) == is_patched
+        options = DistillOptions(teacher="live", **CASES["jsd"])
+        teacher = models[1].requires_grad_(False)
+        setup = LossSetup(models[0], takes_num_items=True, distill=options, teacher=teacher)
+        batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+        loss = DistillLoss(setup).evaluate(models[0], batch, 1).loss_sum
+        loss.backward()
+        found.append([loss.detach(), *(each.grad for each in models[0].parameters())])
+        assert loss > 0.01
+    for plain, ours in zip(*found, strict=True):
+        assert (ours - plain).norm() <= 1e-6 * plain.norm()

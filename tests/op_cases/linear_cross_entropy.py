@@ -98,3 +98,61 @@ LINEAR_TOKEN_LOSSES = tried(
     tiny=linear_cross_entropy_case("tiny", (4,), 2, 5, bias=True, softcap=5.0),
     one_graph=False,
 )
+
+
+def linear_divergence_case(
+    label: str,
+    rows: tuple[int, ...],
+    sizes: tuple[int, int],
+    vocabs: tuple[int, int],
+    *,
+    ignored: float = 0.3,
+    bias: bool = False,
+    frozen: bool = False,
+    large: bool = False,
+    **options: Any,
+) -> Case:
+    """A student and a teacher of these widths and vocabularies."""
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        labels = draw.integers(vocabs[0], *rows)
+        tensors = {"labels": labels.masked_fill(draw.integers(1000, *rows) < 1000 * ignored, -100)}
+        for name, width, vocab in zip(("", "teacher_"), sizes, vocabs, strict=True):
+            hidden, weight = f"{name}hidden", f"{name}weight"
+            tensors[hidden] = draw.normal(*rows, width)
+            tensors[weight] = draw.normal(vocab, width, scale=2.0 * width**-0.5)
+            if bias:
+                tensors[f"{name}bias"] = draw.normal(vocab)
+        return tensors
+
+    trained = ("hidden", "weight", "bias") if bias else ("hidden", "weight")
+    return Case(label, inputs, ("hidden",) if frozen else trained, options, large)
+
+
+_MIXED = {"divergence": "jsd", "jsd_share": 0.3, "temperature": 2.0, "sft_weight": 0.25}
+_CAPS = {"softcap": 5.0, "teacher_softcap": 7.0}
+
+LINEAR_DIVERGENCE = tried(
+    "linear_divergence",
+    cases=(
+        linear_divergence_case("odd", (3, 11), (123, 57), (1999, 1999)),
+        linear_divergence_case("reverse", (33,), (128, 64), (2000, 2000), divergence="reverse_kl"),
+        linear_divergence_case("jsd", (150,), (128, 64), (2000, 2000), divergence="jsd"),
+        linear_divergence_case("wider", (33,), (128, 64), (2100, 2000), **_MIXED),
+        linear_divergence_case("narrower", (33,), (128, 64), (2000, 2100), **_MIXED),
+        linear_divergence_case("bias", (32,), (128, 64), (5003, 5003), bias=True, temperature=0.5),
+        linear_divergence_case("caps", (32,), (128, 64), (2000, 2000), **_CAPS, **_MIXED),
+        linear_divergence_case(
+            "reverse, caps", (32,), (128, 64), (2000, 2000), divergence="reverse_kl", **_CAPS
+        ),
+        linear_divergence_case("frozen", (4, 11), (123, 64), (1999, 1999), frozen=True),
+        linear_divergence_case("no rows", (0,), (8, 8), (40, 40)),
+        linear_divergence_case("nothing trained", (5,), (8, 8), (40, 40), ignored=1.0),
+        linear_divergence_case("qwen2 0.5b", (3, 700), (896, 1536), (151936, 151936), large=True),
+        linear_divergence_case(
+            "padded vocabulary", (1030,), (256, 512), (151665, 152064), large=True, **_MIXED
+        ),
+    ),
+    tiny=linear_divergence_case("tiny", (4,), (2, 3), (5, 4), bias=True, **_CAPS, **_MIXED),
+    one_graph=False,
+)

@@ -7,7 +7,11 @@ from op_cases.cross_entropy import CROSS_ENTROPY
 from op_cases.delta_rule import GATED_DELTA_RULE
 from op_cases.experts import MOE_MLP
 from op_cases.fp8 import FP8_OPS
-from op_cases.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LINEAR_TOKEN_LOSSES
+from op_cases.linear_cross_entropy import (
+    LINEAR_CROSS_ENTROPY,
+    LINEAR_DIVERGENCE,
+    LINEAR_TOKEN_LOSSES,
+)
 from op_cases.norms import NORMS
 from op_cases.op import TriedOp
 from op_cases.rope import APPLY_ROPE
@@ -25,6 +29,7 @@ OPS: dict[str, TriedOp] = {
         CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY,
         LINEAR_TOKEN_LOSSES,
+        LINEAR_DIVERGENCE,
         *FP8_OPS,
         SQUARE_SUM,
         ADAMW,

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -219,22 +220,27 @@ def measure(name: str, work: Work, *, peer_path: str = "", seconds: float = 900)
             text=True,
             errors="replace",
             env=environment,
+            start_new_session=True,
         )
-        stop = threading.Timer(seconds, process.kill)
+        # Its workers, too: they hold the GPU's memory.
+        end = partial(os.killpg, process.pid, signal.SIGKILL)
+        stop = threading.Timer(seconds, end)
         stop.start()
         at, losses, said, steps = [], [], [], work.steps
         assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if (step := tool.step.search(line)) and (loss := _LOSS.search(line)):
-                at.append(time.perf_counter() - began)
-                losses.append(float(loss[1]))
-                steps = int(step.groupdict().get("steps", steps))
-                if len(at) == steps:
-                    break
-        process.kill()  # what it would save is not measured
-        process.wait()
-        stop.cancel()
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if (step := tool.step.search(line)) and (loss := _LOSS.search(line)):
+                    at.append(time.perf_counter() - began)
+                    losses.append(float(loss[1]))
+                    steps = int(step.groupdict().get("steps", steps))
+                    if len(at) == steps:
+                        break
+        finally:
+            stop.cancel()
+            end()  # what it would save is not measured
+            process.wait()
     if len(at) < 4:
         return {**row, "error": "".join(said)[-2000:]}
     milliseconds = 1e3 * statistics.median(b - a for a, b in list(pairwise(at))[len(at) // 2 :])

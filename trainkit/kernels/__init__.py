@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from trainkit.kernels.cross_entropy.function import cross_entropy_chunk as cross_entropy_chunk
     from trainkit.kernels.delta_rule.function import gated_delta_rule as gated_delta_rule
     from trainkit.kernels.experts.function import moe_mlp as moe_mlp
+    from trainkit.kernels.linear_cross_entropy.divergence import (
+        linear_divergence as linear_divergence,
+    )
     from trainkit.kernels.linear_cross_entropy.function import (
         linear_cross_entropy as linear_cross_entropy,
     )
@@ -45,6 +48,7 @@ _HOMES = {
     "cross_entropy.function": "cross_entropy cross_entropy_chunk",
     "delta_rule.function": "gated_delta_rule",
     "experts.function": "moe_mlp",
+    "linear_cross_entropy.divergence": "linear_divergence",
     "linear_cross_entropy.function": "linear_cross_entropy linear_cross_entropy_counted",
     "linear_cross_entropy.token_losses": "linear_token_losses",
     "lora.function": "lora_linear lora_qkv",

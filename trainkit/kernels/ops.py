@@ -10,6 +10,10 @@ from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_reference
 from trainkit.kernels.delta_rule.function import gated_delta_rule, gated_delta_rule_reference
 from trainkit.kernels.experts.function import moe_mlp, moe_mlp_reference
+from trainkit.kernels.linear_cross_entropy.divergence import (
+    linear_divergence,
+    linear_divergence_reference,
+)
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -60,6 +64,15 @@ OPS: dict[str, OpSpec] = {
         ),
         OpSpec(
             "linear_token_losses", linear_token_losses, linear_token_losses_reference, ("losses",)
+        ),
+        OpSpec(
+            "linear_divergence",
+            linear_divergence,
+            linear_divergence_reference,
+            ("loss", "figures"),
+            # Logits under a cap of 8 go through the hardware's exponential and division, each two
+            # units in the last place off; what is learnt from is differences of these, of order 1.
+            hardware_error=8 * 2**-23,
         ),
     )
 }

@@ -103,20 +103,20 @@ class LossHead(KernelForward):
         num_trained: int | None = None,
         ignore_index: int = IGNORE_INDEX,
         token_losses: bool = False,
+        teacher: TeacherHead | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Logits (B, S, V), or with labels (B, S), aligned with the hidden states, the loss.
 
-        With ``token_losses`` it is each token's own, (B, S), and neither divided nor counted. The
-        loss is that of ``softcap * tanh(logits * scale / softcap)``.
+        With ``token_losses`` it is each token's own, (B, S), and neither divided nor counted; with
+        a teacher, what `linear_divergence` returns. The loss is that of
+        ``softcap * tanh(logits * scale / softcap)``.
         """
         if labels is None:
             return super().forward(hidden_states)
         bias: torch.Tensor | None = self.bias
-        if scale != 1.0:
-            hidden_states = hidden_states * scale
-            bias = None if bias is None else bias * scale
+        hidden_states, bias = _times(scale, hidden_states, bias)
         weight: Tensor = self.weight
         if (nf4 := LINEARS["nf4"]).recognises(self) and nf4.unpacker is not None:
             weight = nf4.unpacker(self)(weight, hidden_states.dtype)  # type: ignore[misc]
@@ -136,6 +136,11 @@ class LossHead(KernelForward):
             if options.label_smoothing or options.z_loss:
                 raise ValueError("the tokens' own losses know no label smoothing and no z-loss")
             return kernels.linear_token_losses(hidden_states, weight, labels, **common)
+        if teacher is not None:
+            common |= {**teacher.options, "keeps_gradient": options.keeps_gradient}
+            return kernels.linear_divergence(
+                hidden_states, weight, labels, *teacher.logits, **common
+            )
         counted = kernels.linear_cross_entropy_counted(
             hidden_states,
             weight,
@@ -194,17 +199,17 @@ class CausalLM(KernelForward):
 
     def _forward(self, **given: Any) -> Any:
         reason = self.why_logits(given)
-        for_tokens = given.pop("token_losses", None)
+        of_head: Mapping[str, Any] | None = given.pop("of_head", None)
         if reason is not None:
-            if for_tokens:
-                raise RuntimeError(f"the head cannot give the tokens' own losses: {reason}")
+            if of_head is not None:
+                raise RuntimeError(f"the head cannot serve the call: {reason}")
             if given.get("labels") is not None:
                 _log_once(reason)
             given.pop("num_trained_tokens", None)
             return super().forward(**given)
         options = {name: given.pop(name, None) for name in _LOSS_INPUTS}
         labels = given["labels"]
-        if for_tokens:  # neither a router's loss nor a mean is in them
+        if of_head is not None:  # neither a router's loss nor a mean is in it
             given["labels"] = None
         outer, head = self.get_output_embeddings(), _head_of(self)  # type: ignore[operator]
         head.loss_call = call = LossCall(
@@ -218,8 +223,8 @@ class CausalLM(KernelForward):
         )
         try:
             outputs = super().forward(**given)
-            if for_tokens:
-                outputs.loss = call.token_losses(outputs.logits, labels)
+            if of_head is not None:
+                outputs.loss = call.result(outputs.logits, labels, of_head)
         finally:
             head.loss_call = None
         if call.num_computed:
@@ -364,6 +369,37 @@ class LogitsChange:
 
 def _rounded(scale: float) -> float:
     return 1.0 if abs(scale - 1.0) < _ONE else scale
+
+
+def _times(scale: float, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if scale == 1.0:
+        return hidden, bias
+    return hidden * scale, None if bias is None else bias * scale
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's logits, not computed yet, and how a student is held against them.
+
+    Attributes:
+        logits: hidden states (B, S, H) and the weight (V, H).
+        options: of `linear_divergence`.
+    """
+
+    logits: tuple[Tensor, Tensor]
+    options: Mapping[str, Any]
+
+
+@torch.no_grad()
+def head_of_teacher(
+    teacher: nn.Module, inputs: Mapping[str, Any], options: Mapping[str, Any]
+) -> TeacherHead:
+    """What a frozen teacher whose loss comes out of its head says of a batch with labels."""
+    lazy = teacher(**inputs, of_head={})["loss"]
+    head = head_at_work(teacher.get_output_embeddings())  # type: ignore[operator]
+    hidden, bias = _times(lazy.change.scale, lazy.hidden, head.bias)  # type: ignore[arg-type]
+    more = {"teacher_bias": bias, "teacher_softcap": lazy.change.softcap}
+    return TeacherHead((hidden, head.weight), {**options, **more})  # type: ignore[arg-type]
 
 
 class LazyLogits:
@@ -579,19 +615,16 @@ class LossCall:
         num_items = 1 if reduction == "sum" else None
         return self.loss(logits, targets, ignore_index=ignore_index, num_items=num_items)
 
-    def token_losses(self, logits: Any, labels: Tensor) -> Tensor:
-        """Each token's own loss, (B, S), neither divided nor counted; 0 in the last place."""
+    def result(self, logits: Any, labels: Tensor, of_head: Mapping[str, Any]) -> Any:
+        """What the head makes of its hidden states with these options; lazy logits without any."""
+        if not of_head:
+            return logits
         ignore_index = -100 if self.ignore_index is None else self.ignore_index
         targets = _aligned(labels, self.shift_labels, ignore_index)
-        return self.loss(
-            logits,
-            targets,
-            ignore_index=ignore_index,
-            num_trained=self.num_trained,
-            token_losses=True,
-        )
+        given = {"ignore_index": ignore_index, "num_trained": self.num_trained, **of_head}
+        return self.loss(logits, targets, **given)
 
-    def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
+    def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Any:
         self.num_losses += 1
         return self.head(
             logits.hidden,
@@ -622,7 +655,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """
     given = dict(inputs)
     if takes_loss_from_head(model):
-        losses: torch.Tensor = model(**given, token_losses=True)["loss"]
+        losses: torch.Tensor = model(**given, of_head={"token_losses": True})["loss"]
         return losses
     labels = given.pop("labels")
     given.pop("num_trained_tokens", None)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import RecipeError
+from trainkit.models.loss import head_of_teacher, takes_loss_from_head
 from trainkit.objectives.answers import Ratios
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
 from trainkit.objectives.routing import Together
@@ -45,22 +46,6 @@ DRAWN_FIGURES = ("on_policy/tokens", "on_policy/ended")
 """Of answers that the student draws: their tokens, and how often they end by themselves."""
 
 
-def divergences(student: Tensor, teacher: Tensor, options: DistillOptions) -> Tensor:
-    """(N,) of log-probabilities (N, outcomes)."""
-
-    def kl(of: Tensor, to: Tensor) -> Tensor:
-        return (of.exp() * (of - to)).sum(-1)
-
-    if options.divergence == "forward_kl":
-        return kl(teacher, student)
-    if options.divergence == "reverse_kl":
-        return kl(student, teacher)
-    share = options.jsd_share
-    parts = torch.stack((teacher + math.log(share), student + math.log(1 - share)))
-    mixture = torch.logsumexp(parts, 0)
-    return share * kl(teacher, mixture) + (1 - share) * kl(student, mixture)
-
-
 _NOTHING = -30.0
 """The logarithm of what is left where the stored tokens have all of the mass."""
 
@@ -81,7 +66,9 @@ class DistillLoss:
     """The mean over the trained tokens of a step."""
 
     def __init__(self, setup: LossSetup) -> None:
-        self.options, self.teacher = setup.distill or DistillOptions(), setup.teacher
+        given, self.teacher = setup.distill or DistillOptions(), setup.teacher
+        names = ("divergence", "jsd_share", "temperature", "sft_weight")
+        self.options = {name: getattr(given, name) for name in names}
         self.figures, self.drawn = Ratios(FIGURES), Ratios(DRAWN_FIGURES)
         self.train_metrics, self.eval_metrics = (
             Together([self.figures, self.drawn]),
@@ -90,6 +77,7 @@ class DistillLoss:
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Trained tokens."""
+        batch["num_trained_tokens"] = num_trained_tokens
         return num_trained_tokens
 
     def training(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> tuple[Tensor, Any]:
@@ -100,48 +88,66 @@ class DistillLoss:
         return EvaluatedBatch(self._loss_sum(model, inputs, self.eval_metrics))
 
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
+        from trainkit.kernels.linear_cross_entropy.teacher import DivergenceOptions
+
         given = dict(inputs)
-        labels = given.pop("labels")
+        count = given.get("num_trained_tokens")
         stored = [given.pop(name, None) for name in (TEACHER_IDS, TEACHER_LOGPROBS)]
-        targets = next_tokens(labels, IGNORE_INDEX)
-        is_trained = targets != IGNORE_INDEX
-        student = trained_logits(model, given, is_trained)
+        teacher = self.teacher
         if stored[0] is not None:
-            said: tuple[Tensor, ...] = (stored[0], stored[1])
-        elif self.teacher is not None:
-            with torch.no_grad():
-                said = (trained_logits(self.teacher, given, is_trained),)
-        else:
+            teacher = None
+        elif teacher is None:
             raise RecipeError(
                 "the teacher is not here: only a run has it at hand", where="distill.teacher"
             )
+        if teacher is not None and all(map(takes_loss_from_head, (model, teacher))):
+            theirs = head_of_teacher(teacher, given, self.options)
+            loss, sums = model(**given, of_head={"teacher": theirs})["loss"]
+        else:
+            sums = self._sums(model, given, teacher, stored)
+            loss, sums = DivergenceOptions(**self.options).loss(sums), sums.detach()
+        if count is None:
+            count = (next_tokens(inputs["labels"], IGNORE_INDEX) != IGNORE_INDEX).sum()
+        trained = torch.as_tensor(count, device=sums.device)
+        figures.add({name: (value, trained) for name, value in zip(FIGURES, sums, strict=True)})
+        return loss
+
+    def _sums(
+        self,
+        model: nn.Module,
+        given: dict[str, Any],
+        teacher: nn.Module | None,
+        said: Sequence[Tensor],
+    ) -> Tensor:
+        """(4,) the sums of the figures over a batch, of logits."""
+        given.pop("num_trained_tokens", None)
+        targets = next_tokens(given.pop("labels"), IGNORE_INDEX)
+        is_trained = targets != IGNORE_INDEX
+        student = trained_logits(model, given, is_trained)
+        if teacher is not None:
+            with torch.no_grad():
+                said = (trained_logits(teacher, given, is_trained),)
         chosen = targets.flatten()[is_trained.flatten().nonzero()[:, 0]]
-        total = sum_in_chunks(self._chunk, 4, student, chosen, *said)
-        count = torch.tensor(len(chosen), device=total.device)
-        values = dict(zip(FIGURES, total.detach(), strict=True))
-        figures.add({name: (value, count) for name, value in values.items()})
-        share = self.options.sft_weight
-        return (1 - share) * total[0] + share * total[1]
+        return sum_in_chunks(self._chunk, 4, student, chosen, *said)
 
     def _chunk(self, student: Tensor, chosen: Tensor, *said: Tensor) -> Tensor:
         """(4,) the sums of the figures over some trained tokens."""
+        from trainkit.kernels.linear_cross_entropy import teacher as compared
+
+        options = compared.DivergenceOptions(**self.options)
+        if len(said) == 1:
+            return compared.figures_of(student, said[0], chosen, options).sum(0)
+        ids, logs = said
         wide = torch.promote_types(student.dtype, torch.float32)
         plain = student.to(wide).log_softmax(-1)
-        cross_entropy = -plain.gather(1, chosen[:, None]).sum()
-        if len(said) == 2:
-            ids, logs = said
-            teacher = _stored_with_rest(logs.to(wide))
-            mine = _chosen_with_rest(plain, ids)
-            best = ids[:, 0]
-        else:
-            width, heat = min(student.shape[1], said[0].shape[1]), self.options.temperature
-            teacher = (said[0][:, :width].to(wide) / heat).log_softmax(-1)
-            mine = (student[:, :width].to(wide) / heat).log_softmax(-1)
-            best = teacher.argmax(-1)
-        agreement = (plain.detach().argmax(-1) == best).sum().to(wide)
-        entropy = -(teacher.exp() * teacher).sum()
-        divergence = divergences(mine, teacher, self.options).sum()
-        return torch.stack((divergence, cross_entropy, agreement, entropy))
+        teacher, mine = _stored_with_rest(logs.to(wide)), _chosen_with_rest(plain, ids)
+        figures = (
+            compared.divergences(mine, teacher, options),
+            -plain.gather(-1, chosen[:, None]).squeeze(-1),
+            (plain.detach().argmax(-1) == ids[:, 0]).to(wide),
+            -(teacher.exp() * teacher).sum(-1),
+        )
+        return torch.stack([each.sum() for each in figures])
 
 
 def trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ multiplies by (1 / num_items, the loss scale, the incoming gradient) enters once
 pass, where the fp32 gradients are rounded to their final dtype. Nothing waits for the device.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from trainkit.kernels.linear_cross_entropy.products import (
     scaled,
     scaled_in_place,
 )
+from trainkit.kernels.linear_cross_entropy.teacher import Teacher
 
 
 class CountedLoss(NamedTuple):
@@ -146,9 +149,7 @@ def linear_cross_entropy_counted(
         keeps_gradient=keeps_gradient,
         in_fp8=in_fp8,
     )
-    return CountedLoss(
-        *_LinearCrossEntropy.apply(hidden, weight, bias, labels, num_items, settings)
-    )
+    return CountedLoss(*with_gradients(hidden, weight, bias, labels, num_items, settings))
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class Settings:
     wants_gradients: bool
     in_fp8: Directions | None
     keeps_gradient: bool = True
+    teacher: Teacher | None = None
+    """The loss is the divergence from its logits, not from labels."""
 
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -233,10 +236,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, dbias, None, None, None
 
 
+with_gradients = _LinearCrossEntropy.apply
+
+
 class Result(NamedTuple):
     """``total`` is the plain sum of losses, the gradients are ``grad_scale`` times those of it.
 
     ``dhidden`` has the computed rows, and behind them, where there are ``slots``, one of zeros.
+    Against a teacher ``num_correct`` is the sums of its figures.
     """
 
     total: Tensor
@@ -268,8 +275,8 @@ def compute(
     wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_trained = torch.count_nonzero(labels != settings.loss.ignore_index)
-    rows, labels, slots = keep_trained(rows, labels, num_trained, settings)
-    rows = rows.to(dtype)
+    labels, chosen, slots = keep_trained(labels, num_trained, settings)
+    rows = (rows if chosen is None else rows.index_select(0, chosen)).to(dtype)
     products = products_of(weight, bias, dtype, settings.in_fp8)
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
 
@@ -281,33 +288,32 @@ def compute(
         scales = placed * grad_scale
     # One row more than computed: untrained rows take their loss and their gradient of 0 from it.
     losses = rows.new_zeros(num_rows + 1, dtype=wide)
-    dhidden = None
-    if want_dhidden:
-        dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=products.gradient_dtype)
-        dhidden[num_rows].zero_()
-    made = torch.empty_like if num_rows else torch.zeros_like  # the first chunk fills it
-    dweight = made(weight, dtype=wide) if want_dweight else None
-    dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
-    correct = None if scales is not None else labels.new_empty(num_rows, dtype=torch.int32)
+    dhidden, dweight, dbias = _gradients(rows, weight, products.gradient_dtype, wants)
+    teacher = settings.teacher
+    counts = scales is None and teacher is None
+    correct = labels.new_empty(num_rows, dtype=torch.int32) if counts else None
 
-    limit = settings.chunk_tokens or products.chunk_tokens(trained=want_dweight)
-    chunk = chunk_rows(num_rows, limit)
+    limit = products.chunk_tokens(trained=want_dweight)
+    if teacher is not None:
+        limit = teacher.chunk_tokens(limit, rows.shape[1], trained=want_dweight)
+    chunk = chunk_rows(num_rows, settings.chunk_tokens or limit)
+    if teacher is not None:
+        teacher.begin(dtype, chosen, num_rows, chunk)
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
         logits = buffer[: part.stop - start, :vocab_size]
         products.write_logits(logits, rows[part])
-        codes = products.gradient_codes(len(logits)) if want_dhidden else None
-        cross_entropy_chunk(
-            logits,
-            labels[part],
-            losses[part],
-            grad_scale if scales is None else scales[part],
-            settings.loss,
-            want_grad=want_dweight or want_dbias or (want_dhidden and codes is None),
-            correct_out=None if correct is None else correct[part],
-            codes_out=codes,
-        )
+        has_codes = want_dhidden and teacher is None
+        codes = products.gradient_codes(len(logits)) if has_codes else None
+        scale = grad_scale if scales is None else scales[part]
+        want_grad = want_dweight or want_dbias or (want_dhidden and codes is None)
+        given = (logits, labels[part], losses[part], scale, settings.loss)
+        if teacher is not None:
+            teacher.compare(part, *given, want_grad=want_grad)
+        else:
+            right = None if correct is None else correct[part]
+            cross_entropy_chunk(*given, want_grad=want_grad, correct_out=right, codes_out=codes)
         if dhidden is not None:
             products.write_gradient(dhidden[part], logits, codes)
         if dweight is not None:
@@ -316,9 +322,10 @@ def compute(
             dbias += logits.sum(0, dtype=wide)
     if dhidden is not None and slots is None:
         dhidden = dhidden[:num_rows]
+    counted = num_trained if correct is None else torch.count_nonzero(correct)
     return Result(
         losses[:num_rows].sum(),
-        num_trained if correct is None else torch.count_nonzero(correct),
+        counted if teacher is None else teacher.figures.sum(0),
         num_trained,
         losses[:num_rows] if slots is None else losses.index_select(0, slots),
         dhidden,
@@ -329,28 +336,42 @@ def compute(
     )
 
 
+def _gradients(
+    rows: Tensor, weight: Tensor, dtype: torch.dtype, wants: Sequence[bool]
+) -> list[Tensor | None]:
+    """Memory for those of hidden (K + 1, H), whose last row is zeros, weight (V, H), bias (V,)."""
+    num_rows, wide = len(rows), torch.promote_types(rows.dtype, torch.float32)
+    made = torch.empty_like if num_rows else torch.zeros_like  # the first chunk fills it
+    dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=dtype) if wants[0] else None
+    if dhidden is not None:
+        dhidden[num_rows].zero_()
+    dweight = made(weight, dtype=wide) if wants[1] else None
+    dbias = rows.new_zeros(len(weight), dtype=wide) if wants[2] else None
+    return [dhidden, dweight, dbias]
+
+
 def keep_trained(
-    rows: Tensor, labels: Tensor, num_trained: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    labels: Tensor, num_trained: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The trained rows in order, filled up with ignored ones to a size the host knows.
 
     Returns:
-        Rows (K, H), their labels (K,), and for each of the M rows its place among the K, or K
-        where it has none; None for the places when all rows are kept.
+        The labels (K,) of these, which of the M rows they are, and for each of the M its place
+        among the K, or K where it has none; None for both when all rows are kept.
     """
     num_rows = labels.shape[0]
     if settings.num_trained is None:
-        return rows, labels, None
+        return labels, None, None
     kept = -(-settings.num_trained // ROWS_MULTIPLE) * ROWS_MULTIPLE
     if kept >= num_rows:
-        return rows, labels, None
+        return labels, None, None
     torch._assert_async(num_trained <= kept, "linear_cross_entropy: num_trained is too small")
     trained = labels != settings.loss.ignore_index
     slots = torch.where(trained, trained.cumsum(0) - 1, kept)
     everyone = torch.arange(num_rows, device=labels.device)
     chosen = everyone.new_zeros(kept + 1).scatter_(0, slots, everyone)[:kept]
     labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.loss.ignore_index)
-    return rows.index_select(0, chosen), labels, slots
+    return labels, chosen, slots
 
 
 def in_places(factors: Tensor, slots: Tensor | None, size: int) -> Tensor:

@@ -30,6 +30,11 @@ def default_chunk_tokens(vocab_size: int, element_size: int) -> int:
     return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
 
 
+def rows_that_fill(width: int) -> int:
+    """The fewest rows of a chunk whose product by a weight (V, width) fills a GPU."""
+    return -(-_NUMBERS_THAT_FILL // (width * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+
+
 def products_of(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, in_fp8: Directions | None
 ) -> Products:
@@ -100,8 +105,7 @@ class Fp8Products(Products):
         most = default_chunk_tokens(vocab_size, each)
         if trained or not self._directions.backward:
             return most
-        rows = -(-_NUMBERS_THAT_FILL // width)
-        return min(most, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+        return min(most, rows_that_fill(width))
 
     def gradient_codes(self, num_rows: int) -> Codes | None:
         """As `Products.gradient_codes`; the next chunk's are written over them."""
