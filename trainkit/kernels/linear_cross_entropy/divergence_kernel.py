@@ -60,7 +60,6 @@ def _write_gradient(
     SFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     V: tl.constexpr,
-    COMMON: tl.constexpr,
 ):
     lse, trained = parts
     p = tl.exp(log_s)
@@ -70,7 +69,7 @@ def _write_gradient(
         gradient = p * (log_s - log_t - inner)
     else:
         gradient = (1.0 - SHARE) * p * (log_s - _mixture(log_s, log_t, SHARE) - inner)
-    gradient = tl.where(cols < COMMON, gradient, 0.0) * ((1.0 - SFT) / HEAT)
+    gradient *= (1.0 - SFT) / HEAT  # of columns that one model lacks it is zero
     if SFT > 0.0:
         gradient += SFT * (tl.exp(x - lse) - tl.where(cols == label, 1.0, 0.0))
     if SOFTCAP > 0.0:
@@ -154,7 +153,7 @@ def divergence_rows(
         if WANT_GRAD and KIND == FORWARD:
             _write_gradient(
                 student, at, x, parts, log_s, log_t, 0.0, label,
-                SCALE, KIND, HEAT, SHARE, SFT, SOFTCAP, V, COMMON,
+                SCALE, KIND, HEAT, SHARE, SFT, SOFTCAP, V,
             )  # fmt: skip
     inner, divergence = tl.sum(own, 0), tl.sum(apart, 0)
     if KIND == REVERSE:
@@ -179,5 +178,5 @@ def divergence_rows(
             log_t = tl.where(common, y / HEAT - t_lse, -1e4)
             _write_gradient(
                 student, at, x, parts, log_s, log_t, inner, label,
-                SCALE, KIND, HEAT, SHARE, SFT, SOFTCAP, V, COMMON,
+                SCALE, KIND, HEAT, SHARE, SFT, SOFTCAP, V,
             )  # fmt: skip
