@@ -145,16 +145,6 @@ def test_base_with_other_weights_is_refused(tmp_path):
     assert "shapes only" in told[0]
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_record_of_samples_is_taken_with_a_word(version, tmp_path):
-    base = write_base(tmp_path / "base")
-    write_adapter(base, tmp_path / "adapter")
-    record = {"schema_version": version, "base": "b", "sha256": "0" * 64}
-    (tmp_path / "adapter" / FILE_NAME).write_text(json.dumps(record))
-    _, told = merge(tmp_path / "adapter", base, tmp_path / "merged", verify=False)
-    assert "older trainkit" in told[0]
-
-
 def test_adapter_without_a_fingerprint_merges_with_a_note(tmp_path):
     base = write_base(tmp_path / "base")
     write_adapter(base, tmp_path / "adapter")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from project import RECIPE
 
-from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, Manifest, read_manifest
 from trainkit.errors import ResumeRefusedError
 from trainkit.recipe.schema import Recipe
 from trainkit.train.checkpoints import ResumePoint
@@ -64,19 +63,6 @@ def test_the_weights_under_an_adapter_are_compared(begun):
     taken = resumed(begun, "--allow-changed", "base")
     assert taken.code == 0, taken.err
     assert "not as it was, and accepted: base.model.safetensors" in taken.err + taken.out
-
-
-@pytest.mark.parametrize("begun", ["full"], indirect=True)
-def test_a_run_of_before_goes_on_with_a_word(begun):
-    """Its checkpoint says nothing of the base's files."""
-    checkpoint = begun.root / "run" / "checkpoint-2"
-    manifest = read_manifest(checkpoint)
-    metadata = json.loads(json.dumps(manifest.metadata))
-    del metadata["run"]["base"]
-    (checkpoint / MANIFEST_NAME).write_bytes(Manifest(manifest.files, metadata).to_bytes())
-    said = resumed(begun)
-    assert said.code == 0, said.err
-    assert "is of an older trainkit" in said.out + said.err
 
 
 DPO = {"objective": "dpo", "data": {"train": ["pairs.jsonl"]}}

@@ -408,8 +408,6 @@ def _open_part(
     shas = [remembered_digest(file, hashlib.sha256, directory / "sha256") for file in files]
     data = [("".join(container(file)), sha) for file, sha in zip(files, shas, strict=True)]
     stable = relative_names(source.path, files)
-    if stable != [file.name for file in files] and not Path(source.path).expanduser().is_dir():
-        stream += "/*"  # older versions drew by the names alone, so the order is another one
     # A relative path of an image in a row is another one next to another file.
     seen, folder = builder.vision, Path(options.images.folder or "").absolute()
     places = (str(folder), *(str(file.absolute().parent) for file in files))

@@ -50,9 +50,7 @@ def generate_file(
         How many answers were there already.
     """
     content = [(question.id, asdict(question.row), question.fields) for question in questions]
-    how = [dict(settings), asdict(sampling), batch_size, too_long]
-    how += [logprobs] if logprobs else []  # a file of an earlier version goes on
-    key = _digest([*how, content])
+    key = _digest([dict(settings), asdict(sampling), batch_size, too_long, logprobs, content])
     partial = target.with_name(f".{target.name}.partial")
     with _writing(target):
         if target.exists():

@@ -181,7 +181,7 @@ def test_what_the_model_writes_is_trained(name, make):
         text, written = truth(tokenizer, published, messages, tools)
         (sample,) = built.samples
         check(tokenizer, sample.input_ids.tolist(), sample.loss_mask.tolist(), text, written)
-    print("DROP", name, dropped)
+    assert dropped == expected_drops(name)
 
 
 def built(name, texts, **options):

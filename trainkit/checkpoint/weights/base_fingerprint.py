@@ -25,8 +25,6 @@ from trainkit.places import cache_of
 
 FILE_NAME = "base_fingerprint.json"
 SCHEMA_VERSION = 3
-_SAMPLED = (1, 2)
-"""Records of earlier versions: of a few values of each tensor, which nobody computes any more."""
 _SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -101,8 +99,6 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
         return "the adapter does not say what it was trained over"
     record = read_json(plain_file(adapter, FILE_NAME))
     version = record.get("schema_version") if isinstance(record, dict) else None
-    if version in _SAMPLED and type(version) is int:
-        return "an older trainkit recorded samples of the base only"
     files = record.get("files") if isinstance(record, dict) else None
     is_right = isinstance(files, dict) and all(isinstance(each, str) for each in files.values())
     if version != SCHEMA_VERSION or not files or not is_right:

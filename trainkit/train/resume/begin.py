@@ -151,11 +151,6 @@ def find_resumption(run: Run) -> None:
     decided_by_each(run.process, lambda: refuse_behind_the_end(run, point))
     run.review = decided_by_each(run.process, lambda: _reviewed(run, point))
     run.point = point
-    if BASE not in point.fingerprint:
-        console.note(
-            f"{point.checkpoint.name} is of an older trainkit, which did not record every byte of "
-            "the base: that it is still the same could not be checked"
-        )
     for path, reason in point.skipped:
         console.warn(f"{path.name} is damaged and was passed over: {reason}")
     console.note(f"continuing from {point.checkpoint}")
