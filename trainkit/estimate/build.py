@@ -74,8 +74,9 @@ def config_of(text: str) -> Any:
             where="model.name_or_path",
             fix="correct its config.json, or use a newer transformers",
         )
+    decode = getattr(PreTrainedConfig, "_decode_special_floats", lambda given: given)
     try:
-        return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
+        return CONFIG_MAPPING[family].from_dict(decode(values))
     except FAILURES as error:  # its fields are checked in many ways
         raise ModelError(
             f"no estimate for model_type {family!r}: {first_line(error)}",
@@ -431,7 +432,8 @@ def _nf4(linear: nn.Linear) -> nn.Module:
     storage.quant_state, storage.quant_type, storage.compress_statistics = state, "nf4", True
     packed.weight, packed.bias = storage, linear.bias
     packed.quant_state, packed.compute_type_is_set = state, True
-    packed.support_avx512bf16_for_cpu = False
+    if hasattr(packed, "support_avx512bf16_for_cpu"):
+        packed.support_avx512bf16_for_cpu = False
     for name, each in (("absmax", state.absmax), ("absmax2", inner.absmax)):
         packed.register_buffer(f"of_state_{name}", each)
     return packed

@@ -215,7 +215,8 @@ def _nf4_prepare(linear: Any) -> None:
     for good; the repacked weight passes no gradient to what comes before, and a layer with a bias
     then fails.
     """
-    linear.support_avx512bf16_for_cpu = False
+    if hasattr(linear, "support_avx512bf16_for_cpu"):
+        linear.support_avx512bf16_for_cpu = False
 
 
 def _nf4_num_weights(parameter: nn.Parameter) -> int | None:

@@ -12,12 +12,11 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import without_adapters
@@ -211,8 +210,10 @@ class Sight:
 
     def _features(self, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in kwargs.items() if name not in _OF_ROWS}
-        with nullcontext() if self.trains else torch.no_grad():
+        if self.trains:
             found = self._inner(*args, **given)
+        else:
+            found = self._read_only(args, given)
         if self._is_blank:
             features = found.pooler_output
             is_one = isinstance(features, torch.Tensor)
@@ -221,6 +222,25 @@ class Sight:
                 layers = found.deepstack_features
                 found.deepstack_features = [tuple(each[:0] for each in layer) for layer in layers]
         return found
+
+    @torch.no_grad()
+    def _read_only(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Features of parts that do not train, in their weights' own 16 bits where these are its.
+
+        Autocast would widen each LayerNorm, whose result the next product rounds again.
+        """
+        parts = list(map(self.base.get_submodule, (self.family.tower, *self.family.projector)))
+        (first, *others) = {each.dtype for part in parts for each in part.parameters()}
+        kind = next(parts[0].parameters()).device.type
+        if others or not torch.is_autocast_enabled(kind) or first != torch.get_autocast_dtype(kind):
+            return self._inner(*args, **given)
+
+        def narrow(value: Any) -> Any:
+            is_wide = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(first) if is_wide else value
+
+        with torch.autocast(kind, enabled=False):
+            return self._inner(*map(narrow, args), **tree_map(narrow, given))
 
     @functools.cached_property
     def blank(self) -> Mapping[str, torch.Tensor]:

@@ -34,6 +34,10 @@ def test_what_auto_means(monkeypatch):
     for change in ({"dtype": torch.float32}, {"head_size": 512}, {"head_size": 20}):
         assert attention.resolve_attention(**gpu, **change).engine == "flex"
     assert forward.prefers_cudnn(0)
+    monkeypatch.setattr(forward, "varlen_attn", None)
+    chosen = attention.resolve_attention(**gpu)
+    assert chosen.engine == "flex"
+    assert "no varlen attention" in chosen.reason
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)], ids=["V100", "T4"])
@@ -96,6 +100,9 @@ def varlen_as_documented(
 def varlen_on_cpu(monkeypatch):
     monkeypatch.setattr(forward, "flash_obstacle", lambda *_: None)
     monkeypatch.setattr(forward, "varlen_attn", varlen_as_documented)
+    forward._varlen_options.cache_clear()
+    yield
+    forward._varlen_options.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 13, 200])
@@ -141,7 +148,7 @@ def test_images_of_a_tower_are_attended_to_in_one_call(name, varlen_on_cpu, tmp_
 
     @functools.wraps(varlen_as_documented)
     def varlen(*given, **options):
-        calls.append(options.get("window_size", (-1, -1)))
+        calls.append(options["window_size"])
         return varlen_as_documented(*given, **options)
 
     attention.register()

@@ -12,6 +12,7 @@ a block, K its keys.
 """
 
 import functools
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -27,6 +27,12 @@ from trainkit.errors import ModelError
 from trainkit.kernels.autocast import compute_dtype
 from trainkit.models.attention.pattern import Pattern
 from trainkit.parallel.rows import RowSplit, row_split
+
+varlen_attn: Any
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
 
 _MAX_FLASH_HEAD_SIZE = 256
 _HEAD_SIZE_STEP = 8
@@ -55,6 +61,8 @@ def flash_obstacle(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     """Why varlen attention cannot run, or None."""
     if device.type != "cuda":
         return f"varlen attention needs a GPU, this is {device.type}"
+    if varlen_attn is None:
+        return f"torch {torch.__version__} has no varlen attention (2.10 has)"
     if torch.version.hip is not None:
         return "varlen attention is proved on NVIDIA's GPUs only, this is AMD's"
     if _capability(device.index) < _AMPERE:
@@ -250,27 +258,41 @@ def _varlen(
 ) -> Tensor:
     """Causal flash attention within each document; (B, heads, S, D) in, (B, S, heads, D) out."""
     batch_size, _, length, head_size = query.shape
-    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    window = (-1 if pattern.window is None else pattern.window - 1, 0)
+    options = _varlen_options(window, scaling, query.shape[1] != key.shape[1])
     bounds, longest = pattern.bounds, pattern.longest
     key_bounds, most = bounds, longest
     if pattern.documents is not None and pattern.documents.keys is not None:
         # Causal from the end: the last query of a document sees the last of its keys.
         places, key_bounds, most = pattern.documents.keys
-        key, value = key.index_select(0, places), value.index_select(0, places)
-    output: Any = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        key_bounds,
-        longest,
-        most,
-        scale=scaling,
-        # How far back and ahead a token sees besides itself; -1 is without an end.
-        window_size=(-1 if pattern.window is None else pattern.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        flat[1:] = [states.index_select(0, places) for states in flat[1:]]
+    output = varlen_attn(*flat, bounds, key_bounds, longest, most, **options)
     return output.view(batch_size, length, -1, head_size)
+
+
+@functools.cache
+def _varlen_options(
+    window: tuple[int, int], scaling: float | None, grouped: bool
+) -> dict[str, Any]:
+    """Keywords of `varlen_attn`; their names differ between releases.
+
+    ``window``: how far back and ahead a token sees besides itself; -1 is without an end.
+    """
+    names = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"scale": scaling}
+    if "window_size" in names:
+        options["window_size"] = window
+    elif window[0] == -1:
+        options["is_causal"] = window[1] == 0
+    else:
+        raise ModelError(
+            f"torch {torch.__version__} has no varlen attention with a sliding window",
+            fix="use a newer torch, or set data.packing to false",
+        )
+    if "enable_gqa" in names:
+        options["enable_gqa"] = grouped
+    return options
 
 
 def attend_within_images(
@@ -304,12 +326,10 @@ def attend_within_images(
     """
     states, dtype = (query, key, value), compute_dtype(query)
     if not dropout and flash_obstacle(query.device, dtype, query.shape[-1]) is None:
-        query, key, value = (each[0].transpose(0, 1).to(dtype) for each in states)
+        flat = [each[0].transpose(0, 1).to(dtype) for each in states]
         bounds, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
-        output: Any = varlen_attn(
-            query, key, value, bounds, bounds, longest, longest, scale=scaling
-        )
-        return output[None], None
+        options = _varlen_options((-1, -1), scaling, False)
+        return varlen_attn(*flat, bounds, bounds, longest, longest, **options)[None], None
     sizes = cu_seq_lens_q.diff().tolist()
     images = zip(*(each.split(sizes, dim=2) for each in states), strict=True)
     settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": False}
