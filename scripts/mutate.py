@@ -223,7 +223,7 @@ def judged(mutation: Mutation, code: int | None, text: str) -> tuple[str, str]:
 
 def failing_unchanged(mutations: Sequence[Mutation], place: Place, timeout: float) -> str | None:
     """Why the tests do not pass on the code as it is; None where they do."""
-    # A folder at a time: each has a conftest of its own, which its tests import by that name.
+    # A folder at a time: each has its fixtures once, and a hang is seen early.
     groups: dict[tuple[bool, Path], dict[str, None]] = {}
     for mutation in mutations:
         for test in mutation.tests:

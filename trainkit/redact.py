@@ -16,7 +16,7 @@ from typing import Any
 REDACTED = "<redacted>"
 
 _SECRET_WORD = re.compile(
-    r"secrets?|[a-z]*passw(?:or)?d|[a-z]*passphrase|credentials?|authorization|jwt|cookie|(?:root|admin|bind|user|db)pw"
+    r"secrets?|[a-z]*passw(?:or)?d|[a-z]*passphrase|credentials?|authorization|jwt|cookie|sshpass|(?:root|admin|bind|user|db)pw"
     r"|(?:api|access|secret|private|account)keys?|(?:auth|access|api|refresh|id|hub|hf)token"
 )
 _KEY_OWNER = re.compile(
@@ -47,7 +47,7 @@ _PRIVATE_KEY = re.compile(
     re.DOTALL,
 )
 _COMMAND = re.compile(
-    rf"(?P<before>\b(?:{_any_of('commands')})"
+    rf"(?P<before>(?:\b|(?<=\\[nrt]))(?:{_any_of('commands')})"
     r"|<[\w:.-]*(?i:password|passphrase|secret|api[_-]?key)>(?=[^<>\s]+</))(?![$<*{]|%\w)"
     r"(?:\\?'[^'\n]+'|\\?\"[^\"\n]+\"|[^\s\"'\\<|]+)"
 )
@@ -115,7 +115,7 @@ def is_secret_name(name: str) -> bool:
         return bool(_KEY_OWNER.fullmatch(before)) or (bool(before) and name.isupper())
     if last in ("pwd", "pass", "pw"):
         return bool(_PASS_OWNER.fullmatch(before))
-    if last == "auth" and name.isupper():
+    if last in ("auth", "pat", "sk") and name.isupper():
         return bool(before)
     return any(_SECRET_WORD.fullmatch(word) for word in words) or words == ["", "auth"]
 

@@ -93,6 +93,12 @@ def test_nothing_dangerous_is_called():
             assert found is None, f"{relative(path)}: {reason}: {found[0]}"
 
 
+def test_no_test_imports_from_a_conftest():
+    """Of folders named together each has a conftest, and the first takes the name."""
+    imports = re.compile(r"^\s*(from|import) conftest\b", re.MULTILINE)
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if imports.search(path.read_text())]
+
+
 COMMANDS = sorted((ROOT / "trainkit" / "cli").rglob("*.py"))
 ESCAPES_ITSELF = {"options.py", "app.py", "data.py"}
 """data.py marks tokens in colour."""

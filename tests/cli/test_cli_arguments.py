@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.cli.app import normalize
+from trainkit.cli.app import main, normalize
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,23 @@ def test_spaces_and_quotes_come_through():
         "$x;",
     ]
     assert normalize(typed) == [*typed[:4], "--output-dir", "$x;"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("sft --config a.yaml -c b.yaml", "--config=b.yaml contradicts --config=a.yaml"),
+        ("sft a.yaml --output_dir x --output-dir=y", "--output-dir=y contradicts --output-dir=x"),
+        ("sft a.yaml --deepspeed --deepspeed zero3", "=zero3 contradicts --deepspeed=zero2"),
+        ("generate m --verify --no-verify p", "--no-verify contradicts --verify"),
+        ("sft a.yaml lora.r=4 --lora.r 8", "lora.r=8 contradicts lora.r=4"),
+        ("config show a.yaml lora.r=4 lora.r=8", "lora.r=8 contradicts lora.r=4"),
+        ("launch --nnodes 2 --nnodes 3 a.yaml", "--nnodes=3 contradicts --nnodes=2"),
+        ("config show a.yaml --json --json lora.r=4 lora.r=4", "a.yaml"),
+        ("new --model m --data a --data b --gpus 1 --gpus 2", "--gpus=2 contradicts --gpus=1"),
+    ],
+)
+def test_an_option_of_one_value_is_given_one(typed, said, capsys):
+    """The last one won without a word; the same twice says nothing new."""
+    assert main(typed.split()) == 2
+    assert said in capsys.readouterr().err

@@ -7,14 +7,6 @@ import pytest
 from trainkit.data import DataOptions, Ledger, Source, prepare
 
 
-def chat(*texts, system=None):
-    """A row of user and assistant turns in alternation."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for place, text in enumerate(texts):
-        messages.append({"role": ("user", "assistant")[place % 2], "content": text})
-    return {"messages": messages}
-
-
 @pytest.fixture
 def write(tmp_path):
     """Write rows as JSON lines (or bytes as they are) and return the path."""
@@ -55,17 +47,3 @@ def dropped(tmp_path):
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     return dropped
-
-
-def trained_texts(tokenizer, sample):
-    """The decoded runs of trained tokens of a sample."""
-    runs, current = [], []
-    for token, trained in zip(sample["input_ids"], sample["loss_mask"], strict=True):
-        if trained:
-            current.append(int(token))
-        elif current:
-            runs.append(tokenizer.decode(current))
-            current = []
-    if current:
-        runs.append(tokenizer.decode(current))
-    return runs

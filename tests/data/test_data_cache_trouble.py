@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import chat
+from chats import chat
 
 import trainkit.data
 from trainkit.data import DataOptions, Ledger, Source, prepare, store

@@ -10,7 +10,7 @@ import random
 from functools import partial
 
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import sources
 from trainkit.data.builder import SampleBuilder

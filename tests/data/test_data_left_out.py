@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.datasets import hold_out

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import chat
+from chats import chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import chat
+from chats import chat
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare

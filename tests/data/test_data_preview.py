@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import chat
+from chats import chat
 from render import test_data_masks
 from tiny import make_qwen2, make_tokenizer
 

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import chat
+from chats import chat
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import make_tokenizer

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
 from trainkit.data.datasets import stream_names

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import Source, encode, store
 from trainkit.data.datasets import PackedDataset, hold_out

@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import DataOptions, Source
 from trainkit.data.streaming import Position, SampleStream, first_look, sampled_digest

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import trained_texts
+from chats import trained_texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TEMPLATE, TOOL
+from exported import TEMPLATE, TOOL
 from transformers import AutoTokenizer
 
 from trainkit.cli.app import main

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import merging_tokenizer
+from exported import merging_tokenizer
 from pictures import make_model_directory
 
 from trainkit.cli.app import main

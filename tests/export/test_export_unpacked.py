@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from commands import trainkit
-from conftest import RECIPE, merging_tokenizer, rows
+from exported import RECIPE, merging_tokenizer, rows
 from peft import LoraConfig, get_peft_model
 from ranks import RankFailure, run_ranks
 from safetensors.torch import load_file, save_file

@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -95,11 +95,44 @@ class LazyCommand(TyperCommand):
             command.rich_markup_mode = None
             command.info.help = entry.help
             command.info.no_args_is_help = True
-            return typer.main.get_group(command)
+            return _single_valued(typer.main.get_group(command))
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
         settings = {"ignore_unknown_options": entry.passes_on}
         single.command(name=self.name, context_settings=settings)(command)
-        return typer.main.get_command(single)
+        return _single_valued(typer.main.get_command(single))
+
+
+def _single_valued(command: Any) -> Any:
+    """Refuse two values where one is taken: click would take the last."""
+    for inner in getattr(command, "commands", {}).values():
+        _single_valued(inner)
+    parse = command.parse_args
+
+    def parse_args(context: Any, words: list[str]) -> Any:
+        given: dict[str, str] = {}
+        for name, word in _given_once(command, context, words):
+            if given.setdefault(name, word) != word and not context.resilient_parsing:
+                what = f"{word} contradicts {given[name]}"
+                raise RecipeError(what, where="command line", fix="keep one of them")
+        return parse(context, words)
+
+    command.parse_args = parse_args
+    return command
+
+
+def _given_once(command: Any, context: Any, words: list[str]) -> Iterator[tuple[str, str]]:
+    """Names and words of options that take one value, and of overrides, as often as they come."""
+    options = [each for each in command.params if each.param_type_name == "option"]
+    single = [each for each in options if not (each.multiple or each.count)]
+    for option in single:
+        option.multiple = True  # for this parser, which then keeps every value
+    found = command.make_parser(context).parse_args([*words])[0]
+    for option in single:
+        option.multiple = False
+        name, off = max(option.opts, key=len), option.secondary_opts
+        for value in found.get(option.name) or ():
+            yield name, (name if value else off[0]) if off else f"{name}={value}"
+    yield from ((word.partition("=")[0], word) for word in found.get("overrides") or ())
 
 
 class TableGroup(TyperGroup):

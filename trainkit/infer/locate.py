@@ -23,6 +23,7 @@ from trainkit.run.status import resume_command
 from trainkit.terminal import visible
 
 ADAPTER_CONFIG = "adapter_config.json"
+_FROM_A_COPY = "take it from a copy of the run; a copy of final/ elsewhere is asked without it"
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,14 @@ class RunSettings:
 
 
 def run_settings(run: Path | None) -> RunSettings:
-    """Read a run's resolved recipe; empty without a run, or where the run left no recipe."""
+    """Read a run's resolved recipe; empty without a run."""
     from trainkit.recipe import load_recipe
 
-    resolved = None if run is None else run / "resolved.yaml"
-    if resolved is None or not resolved.is_file():
+    if run is None:
         return RunSettings()
+    resolved = run / "resolved.yaml"
+    if not resolved.is_file():
+        raise ModelError("the run's recipe is missing", where=str(resolved), fix=_FROM_A_COPY)
     recipe = load_recipe(resolved).recipe
     model, lora = recipe.model, recipe.lora
     lora = lora or LoraOptions()
@@ -284,16 +287,14 @@ def is_trained_on_texts(run: Path | None) -> bool:
 
 
 def _train_record(run: Path | None) -> dict[str, Any]:
-    path = None if run is None else run / "data.json"
-    if path is None or not path.is_file():
+    if run is None:
         return {}
+    path = run / "data.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["train"]
-    except (ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise ModelError(
-            "the record of the run's data is damaged",
-            where=str(path),
-            fix="take it from a copy of the run; a copy of final/ elsewhere is asked without it",
+            "the record of the run's data is damaged, or missing", where=str(path), fix=_FROM_A_COPY
         ) from None
     return record if isinstance(record, dict) else {}
 

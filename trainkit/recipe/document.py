@@ -17,6 +17,9 @@ from trainkit.errors import RecipeError
 from trainkit.places import regular
 from trainkit.redact import REDACTED, is_secret_name, redact
 
+RECORD = ("# What a run used; the file ends with three dots.\n", "...\n")
+"""The first and the last line of a run's ``resolved.yaml``: values that it lacks have defaults."""
+
 KeyPath = tuple[str | int, ...]
 """Where a value sits: mapping keys and list positions from the top, ``("data", "train", 0)``."""
 
@@ -73,6 +76,10 @@ def read_document(path: Path) -> Document:
             where=f"{path}:{line}",
             fix="save the file as UTF-8",
         ) from error
+    if text.startswith(RECORD[0]) and not text.endswith(RECORD[1]):
+        raise RecipeError(
+            "its end is lost, and values with it", where=str(path), fix="take it from a copy"
+        )
     reader = _Reader(str(path))
     values = reader.read(text)
     if values is None:

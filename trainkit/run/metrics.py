@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.places import regular
 from trainkit.run.files import explain_os_errors, jsonable, read_record, write_bytes_atomic
+from trainkit.run.status import read_status
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +156,11 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     Damaged ones are named and left out. A last line without an end is of a run that goes on, or
     that was killed. Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
     """
-    if not regular(path, RunDirectoryError).exists():
+    size = size_of(regular(path, RunDirectoryError))
+    with contextlib.suppress(TrainkitError):  # a damaged status is named where it is shown
+        if size < (read_status(path.with_name("status.json")).metrics_bytes or 0):
+            say_damaged(path, ())
+    if not size:
         return
     damaged = []
     with path.open("rb") as stream:
@@ -164,12 +170,19 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 damaged.append(number)
-    say_damaged(path, tuple(damaged))
+    if damaged:
+        say_damaged(path, tuple(damaged))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 @lru_cache(maxsize=64)  # once: a report reads its rows several times, `watch` for ever
 def say_damaged(path: Path, numbers: tuple[int, ...]) -> None:
-    """Name the first rows that nothing is drawn of, and how many there are."""
+    """Name the first rows that nothing is drawn of, and how many there are; of none, the end."""
+    if not numbers:
+        logger.warning("%s is shorter than the run left it: its last rows are lost", path)
     for number in numbers[:_MOST_NAMED]:
         logger.warning("%s:%d is damaged and is left out", path, number)
     if len(numbers) > _MOST_NAMED:

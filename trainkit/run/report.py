@@ -26,7 +26,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from trainkit.errors import ResumeRefusedError
+from trainkit.errors import ResumeRefusedError, RunDirectoryError
 from trainkit.places import local_path
 from trainkit.processes import module_command
 from trainkit.redact import redact_text
@@ -128,12 +128,17 @@ def render_report(
     history = history or History.read(run.metrics)
     page, status = parts(), run.status()
 
-    def part(title: str, file: Path, draw: Callable[[Any], Markup]) -> Markup:
+    def part(
+        title: str, file: Path, draw: Callable[[Any], Markup], read: Callable[..., Any] = read_json
+    ) -> Markup:
         """A section of what a file of the run holds; that it is damaged takes its place."""
         try:
-            body = draw(read_json(file))
+            body = draw(read(file))
         except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError):
             logger.warning("%s:1 does not hold what a run writes there, and is left out", file)
+            body = page.paragraph(f"{file.name} is damaged.", "warning")
+        except RunDirectoryError as error:
+            logger.warning("%s", error)
             body = page.paragraph(f"{file.name} is damaged.", "warning")
         return page.section(title, body) if title else body
 
@@ -166,9 +171,9 @@ def render_report(
         part("Kernels", run.kernels, page.kernels),
         part("FP8", run.kernels, page.fp8),
         part("Memory and time", run.memory, page.memory),
-        page.section("Recipe", page.recipe(_text_of(run.resolved))),
-        page.section("Starts", page.starts(read_starts(run))),
-        page.section("Command", page.command(_text_of(run.command))),
+        part("Recipe", run.resolved, page.recipe, _text_of),
+        part("Starts", run.changes, page.starts, lambda _: read_starts(run)),
+        part("Command", run.command, page.command, _text_of),
         part("Environment", run.environment, page.environment),
     ]
     reload_seconds = _RELOAD_SECONDS if is_training else None
@@ -176,7 +181,11 @@ def render_report(
 
 
 def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    """A text of the run, which ends as every line does; one that is cut short is shown so."""
+    text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
+    if not text.endswith("\n") or "\ufffd" in text:
+        logger.warning("%s is damaged, or missing", file)
+    return text
 
 
 def headline_figures(

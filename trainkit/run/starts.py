@@ -43,9 +43,9 @@ class Start:
         former_recipe: the recipe's text before, where another one was given.
     """
 
+    overrides: tuple[str, ...]
     step: int = 0
     time: str = dataclasses.field(default_factory=utc_now)
-    overrides: tuple[str, ...] = ()
     changes: tuple[Mapping[str, Any], ...] = ()
     accepted: tuple[Mapping[str, Any], ...] = ()
     retired: tuple[str, ...] = ()
@@ -63,20 +63,15 @@ def append_start(run: RunDirectory, start: Start) -> None:
 
 
 def read_starts(run: RunDirectory) -> list[Start]:
-    """The starts so far; a last line torn by a crash is left out."""
+    """The starts so far; every one is written with those before it, so none is ever torn."""
     if not run.changes.is_file():
         return []
     shape = TypeAdapter(Start)
-    lines = run.changes.read_text(encoding="utf-8", errors="replace").split("\n")
     starts = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
+    for number, line in enumerate(run.changes.read_bytes().splitlines() or [b""], 1):
         try:
             starts.append(shape.validate_json(line, strict=True))
         except ValueError as error:
-            if number == len(lines):  # no newline behind it
-                break
             raise RunDirectoryError(
                 f"line {number} is damaged, so what the run was given is not known",
                 where=str(run.changes),

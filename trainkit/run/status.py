@@ -33,6 +33,7 @@ class Status:
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
+        metrics_bytes: of ``metrics.jsonl`` at the end; a shorter one has lost rows.
     """
 
     state: str = "running"
@@ -47,6 +48,7 @@ class Status:
     launch: str | None = None
     num_ranks: int | None = None
     num_hosts: int | None = None
+    metrics_bytes: int | None = None
 
     def updated_with(self, **changes: Any) -> Status:
         """A copy with these fields changed and ``updated`` set to now."""
@@ -96,7 +98,12 @@ def read_status(path: Path) -> Status:
     except FileNotFoundError:
         return Status()
     try:
-        return _shape().validate_json(content, strict=True)
+        status = _shape().validate_json(content, strict=True)
+        if b'"updated"' in content:
+            return status
+        # Written again by hand, and no news of a run that goes on.
+        written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+        return status.updated_with(updated=written.isoformat(timespec="seconds"))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         why = ".".join(map(str, wrong["loc"])) or "it"

@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from conftest import chat
+from chats import chat
 from tokenizers import processors
 
 from trainkit.data import DataOptions, Source

@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from conftest import chat
+from chats import chat
 
 from trainkit.data import Source
 from trainkit.data.files import hub_name

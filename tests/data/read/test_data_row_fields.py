@@ -1,7 +1,7 @@
 """Every field of a row acts, is refused by its name, or is reported: nothing is passed over."""
 
 import pytest
-from conftest import chat, trained_texts
+from chats import chat, trained_texts
 
 from trainkit.data import fields
 from trainkit.data.fields import (

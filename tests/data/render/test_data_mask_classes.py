@@ -7,7 +7,7 @@ import json
 import random
 
 import pytest
-from conftest import chat, trained_texts
+from chats import chat, trained_texts
 from oracle import CHATML, byte_level, sentencepiece
 from test_data_templates import FIELD, INLINE, MULTI, PADDED, PLAIN, TEMPLATES, TOOL, tokenizer_of
 from tiny import make_tokenizer

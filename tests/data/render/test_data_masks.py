@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import chat, trained_texts
+from chats import chat, trained_texts
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Source

@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import trained_texts
+from chats import trained_texts
 from oracle import TOKENIZERS, token_ranges
 from published import PUBLISHED
 from transformers.utils.chat_template_utils import render_jinja_template

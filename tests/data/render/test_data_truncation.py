@@ -1,7 +1,7 @@
 """Rows longer than max_length: what is cut, by which policy, and that it is all counted."""
 
 import pytest
-from conftest import chat, trained_texts
+from chats import chat, trained_texts
 
 from trainkit.errors import DataError
 

@@ -10,7 +10,7 @@ import typer
 from trainkit.cli.commands.chat import load
 from trainkit.cli.options import Held, JsonLines, ModelChoice, echo, expanded, note, tell
 from trainkit.cli.quick_imports import without_collection
-from trainkit.errors import RecipeError
+from trainkit.errors import RecipeError, RunDirectoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,10 @@ def evaluate(
 
     def draw() -> None:
         if paths.run is not None and (paths.run / "report.html").is_file():
-            write_report(RunDirectory.open(paths.run))
+            try:
+                write_report(RunDirectory.open(paths.run))
+            except RunDirectoryError as error:  # the scores are worth more
+                note(f"report.html stays as it was: {error}")
 
     wanted, target = target, found.write(target, draw)
     if target != wanted:

@@ -1,6 +1,5 @@
 """``trainkit runs``, ``show``, ``watch``, ``compare`` and ``plot``: what became of runs."""
 
-import json
 import shlex
 import shutil
 import time
@@ -30,8 +29,11 @@ def runs(
     from trainkit.run.listing import find_runs
 
     found = list(find_runs(directory))
-    for run in found if as_json else ():
-        tell(asdict(run), as_json)
+    for run in found:
+        if as_json:
+            tell(asdict(run), as_json)
+        elif run.state == "damaged":
+            note(f"{run.reason}")
     if not found and not as_json:
         note(f"no runs in {directory}")
     for line in _table(found, shutil.get_terminal_size().columns) if found and not as_json else ():
@@ -129,14 +131,15 @@ def _table(found: "list[RunSummary]", width: int) -> list[str]:
 
 
 def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
+    from trainkit.run.files import read_record
     from trainkit.run.starts import FILE
 
-    try:
-        start = json.loads((run / FILE).read_text(encoding="utf-8"))
+    def said(start: Any) -> str:
         parts = ", ".join(f"{visible(name)} {each:.1f}" for name, each in start["stages"].items())
-        yield "first step", f"{start['seconds']:.1f} s after the command ({parts})"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
-        return  # not reached yet, or a run of before this was written
+        return f"{start['seconds']:.1f} s after the command ({parts})"
+
+    if text := read_record(run / FILE, said, ""):  # not there before it is reached
+        yield "first step", text
 
 
 def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
@@ -232,6 +235,8 @@ def _resolved(run: Path) -> dict[str, Any]:
     from trainkit.recipe.document import read_document
 
     path = run / "resolved.yaml"
+    if not path.is_file() and (run / "status.json").is_file():
+        note(f"{path} is missing: no key of this run's recipe is known")
     return dict(_flat(spelt_out(read_document(path).values))) if path.is_file() else {}
 
 

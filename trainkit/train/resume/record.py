@@ -10,6 +10,7 @@ from trainkit.models.attention import Attention
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, dump_resolved
+from trainkit.recipe.document import RECORD
 from trainkit.redact import redact_text
 from trainkit.run import RunDirectory, capture_environment, command_script
 from trainkit.run.report import SAMPLES
@@ -28,7 +29,7 @@ def write_record(run: Run) -> None:
     # The recipe alone is not what was given.
     append_start(directory, Start(overrides=run.options.overrides))
     _write_recipe(directory, run.loaded)
-    directory.write_text(directory.resolved, dump_resolved(run.loaded, run.machine))
+    directory.write_text(directory.resolved, dump_resolved(run.loaded, run.machine).join(RECORD))
     directory.write_text(directory.command, command_script())
     directory.write_json(directory.environment, capture_environment())
     directory.write_json(directory.data, data.summary)
@@ -86,7 +87,8 @@ def write_start(run: Run) -> None:
             _write_recipe(directory, loaded)
         loaded = _labelled(loaded, f"override at step {point.step}")
     found = settled(loaded, run.machine, run.args, run.built.attention)
-    directory.write_text(directory.resolved, dump_resolved(loaded, run.machine, settled=found))
+    text = dump_resolved(loaded, run.machine, settled=found)
+    directory.write_text(directory.resolved, text.join(RECORD))
 
 
 def settled(
