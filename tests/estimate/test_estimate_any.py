@@ -1,14 +1,19 @@
 """Whatever model and recipe is asked about: an answer that holds together, or a refusal by name."""
 
 import json
+import logging
 import math
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import SIZES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.cli.app import main
+from trainkit.estimate.build import quiet
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import NF4
 from trainkit.estimate.shape import NAMED
@@ -206,3 +211,15 @@ def test_a_base_in_int8_is_a_byte_a_weight_and_experts_are_as_they_are_kept(said
     stacks = 2 * 8 * 3 * 64 * 8192 / 2**30
     more = apart["by_owner"]["weights"] - packed["by_owner"]["weights"]
     assert 1.3 * stacks < more < 1.6 * stacks  # 2 bytes of each for half of one
+
+
+def test_what_fails_on_shapes_is_raised_and_not_logged(caplog):
+    """torch logs a traceback of every operation that its fake tensors cannot run."""
+    fakes = logging.getLogger(FakeTensorMode.__module__)
+    fakes.addHandler(caplog.handler)
+    for is_quiet in (False, True):
+        with quiet() if is_quiet else nullcontext(), FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(4).split([1, 2])
+        assert ("failed while attempting" in caplog.text) != is_quiet
+        caplog.clear()
+    fakes.removeHandler(caplog.handler)

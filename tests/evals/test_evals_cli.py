@@ -6,7 +6,7 @@ import shutil
 import pytest
 from commands import trainkit
 from ranks import RankFailure, run_ranks
-from tiny import make_adapter
+from tiny import make_adapter, record_run
 
 from trainkit.cli.app import main
 from trainkit.evals.scores import Evaluation
@@ -18,7 +18,7 @@ def run(tmp_path_factory, loud_model, tiny_tokenizer):
     directory = tmp_path_factory.mktemp("runs") / "run-1"
     loud_model.save_pretrained(directory / "final")
     tiny_tokenizer.save_pretrained(directory / "final")
-    (directory / "status.json").write_text(json.dumps({"state": "done"}))
+    record_run(directory)
     return directory
 
 
@@ -196,7 +196,7 @@ def test_the_same_command_goes_on_wherever_it_was_killed(run, sets, tmp_path, mo
     """Before it makes a file of its results, or while it draws them."""
     mine = tmp_path / "mine"
     shutil.copytree(run / "final", mine / "final")
-    (mine / "status.json").write_text(json.dumps({"state": "done"}))
+    record_run(mine)
     (mine / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (mine / "report.html").write_text("old")
     output = tmp_path / "out"

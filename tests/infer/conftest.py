@@ -1,9 +1,9 @@
 """Run directories and a model whose answers are known."""
 
-import json
 from pathlib import Path
 
 import pytest
+from tiny import record_run
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def run_directory(tmp_path, tiny_qwen2) -> Path:
 
     run = tmp_path / "train_model" / "run-1"
     shutil.copytree(tiny_qwen2, run / "final")
-    (run / "status.json").write_text(json.dumps({"state": "done"}))
+    record_run(run)
     return run
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import SIZES, make_adapter, make_qwen2
+from tiny import SIZES, make_adapter, make_qwen2, record_run
 from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 
 from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_fingerprint
@@ -146,7 +146,7 @@ def finished(tiny_qwen2, tmp_path):
     """A run whose final model has its manifest."""
     run = tmp_path / "run"
     run.mkdir()
-    (run / "status.json").write_text('{"state": "done"}')
+    record_run(run)
     with staged_directory(run / "final", metadata={}) as staging:
         for file in tiny_qwen2.iterdir():
             shutil.copy(file, staging)

@@ -261,12 +261,17 @@ class Built:
 def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # of what a model says of itself when it is built
+    fakes = logging.getLogger(
+        FakeTensorMode.__module__
+    )  # a traceback of every operation that fails
+    fakes.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        fakes.disabled = False
 
 
 def num_needed(order: tuple[int, ...]) -> int:
