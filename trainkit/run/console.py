@@ -253,22 +253,27 @@ class RankLogHandler(logging.FileHandler):
     """Appends redacted records to ``logs/rank<N>.log``.
 
     A record that arrives twice (from a library's logger and from the root) is written once, and a
-    full disk costs the record, not the run.
+    full disk costs the record, not the run. What trainkit itself warns of is said as well.
     """
 
-    def __init__(self, path: Path, dist_rank: int) -> None:
+    def __init__(self, path: Path, dist_rank: int, say: Callable[[str], None] | None) -> None:
         with explain_os_errors(path):
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setLevel(logging.INFO)
         layout = f"%(asctime)s rank{dist_rank} %(levelname)s %(name)s: %(message)s"
         self.setFormatter(logging.Formatter(layout))
         self._last_record: logging.LogRecord | None = None
+        self._say, self._said = say, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record is self._last_record:
             return
         self._last_record = record
         super().emit(record)
+        is_ours = record.levelno >= logging.WARNING and record.name.startswith("trainkit.")
+        if self._say and is_ours and (text := record.getMessage()) not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def format(self, record: logging.LogRecord) -> str:
         """The record's line, traceback included, without secrets."""
@@ -279,8 +284,10 @@ class RankLogHandler(logging.FileHandler):
             self.flush()
 
 
-def start_rank_log(path: Path, dist_rank: int) -> RankLogHandler:
-    handler = RankLogHandler(path, dist_rank)
+def start_rank_log(
+    path: Path, dist_rank: int, say: Callable[[str], None] | None = None
+) -> RankLogHandler:
+    handler = RankLogHandler(path, dist_rank, say)
     root = logging.getLogger()
     if root.level > logging.INFO or root.level == logging.NOTSET:
         # The console must stay as quiet as it was: handlers that took their calm from the root's

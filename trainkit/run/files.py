@@ -21,6 +21,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 logger = logging.getLogger(__name__)
+WAY_OUT = "a copy of the run may have it as it was"
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ def read_json(path: Path) -> Any:
         return None
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
-        logger.warning("%s:%d is damaged and is left out: %s", path, line, error)
+        logger.warning("%s:%d is damaged and is left out: %s; %s", path, line, error, WAY_OUT)
         return None
 
 
@@ -119,8 +120,12 @@ def read_record(path: Path, read: Callable[[Any], T], default: T) -> T:
     try:
         return read(content)
     except (LookupError, TypeError, ValueError, AttributeError):
-        logger.warning("%s:1 does not hold what a run writes there, and is left out", path)
+        say_strange(path)
         return default
+
+
+def say_strange(path: Path) -> None:
+    logger.warning("%s:1 does not hold what a run writes there, and is left out; %s", path, WAY_OUT)
 
 
 def jsonable(value: Any) -> Any:

@@ -31,7 +31,7 @@ from trainkit.places import local_path
 from trainkit.processes import module_command
 from trainkit.redact import redact_text
 from trainkit.run.directory import RunDirectory
-from trainkit.run.files import read_json
+from trainkit.run.files import WAY_OUT, read_json, say_strange
 from trainkit.run.metrics import (
     SCORE_HEAD,
     format_count,
@@ -135,7 +135,7 @@ def render_report(
         try:
             body = draw(read(file))
         except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError):
-            logger.warning("%s:1 does not hold what a run writes there, and is left out", file)
+            say_strange(file)
             body = page.paragraph(f"{file.name} is damaged.", "warning")
         except RunDirectoryError as error:
             logger.warning("%s", error)
@@ -184,7 +184,7 @@ def _text_of(file: Path) -> str:
     """A text of the run, which ends as every line does; one that is cut short is shown so."""
     text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
     if not text.endswith("\n") or "\ufffd" in text:
-        logger.warning("%s is damaged, or missing", file)
+        logger.warning("%s is damaged, or missing; %s", file, WAY_OUT)
     return text
 
 
@@ -249,7 +249,7 @@ def model_card(
     try:
         return str(card(**values, files=data and data["train"]["files"]))
     except (jinja2.TemplateError, LookupError, TypeError, AttributeError):
-        logger.warning("%s:1 does not hold what a run writes there, and is left out", run.data)
+        say_strange(run.data)
         return str(card(**values, files="The record is damaged."))
 
 

@@ -156,8 +156,9 @@ def _open(run: Run, scratch: contextlib.ExitStack) -> None:
         scratch.enter_context(reported_at_an_early_end(directory))  # when its status is written
         scratch.enter_context(directory.recording_status())
         record_if_stuck(lambda reason: directory.write_status("interrupted", reason=reason))
-    dist_rank = run.process.dist_rank
-    scratch.callback(stop_rank_log, start_rank_log(directory.rank_log(dist_rank), dist_rank))
+    dist_rank, say = run.process.dist_rank, run.console.warn if run.process.is_main else None
+    log = start_rank_log(directory.rank_log(dist_rank), dist_rank, say)
+    scratch.callback(stop_rank_log, log)
 
 
 def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
