@@ -117,7 +117,9 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
         return {step: value for step, value in found.items() if value is not None}
 
     if not trained:
-        raise RunDirectoryError("this run has no training steps to compare", where=str(path))
+        raise RunDirectoryError(
+            "this run has no training steps to compare", where=str(path), fix="leave it out"
+        )
     settled = trained[len(trained) // 2 :]
     speeds = [speed for speed in numbers("tokens_per_second", settled).values() if speed]
     answers, texts = _answers(path)

@@ -26,7 +26,7 @@ from trainkit.places import checkpoints_in, regular_files, step_of
 from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import RunGoneError, explain_os_errors, write_json_atomic, write_text_atomic
-from trainkit.run.metrics import MetricsWriter, size_of
+from trainkit.run.metrics import MetricsWriter, say_if_cut, size_of
 from trainkit.run.status import Status, exit_reason, read_status, this_process
 
 State = Literal["running", "done", "failed", "interrupted"]
@@ -183,12 +183,13 @@ class RunDirectory:
             resume_step: the step of the checkpoint that the run continues from; rows after it are
                 set aside, and the curves mark the point.
         """
+        say_if_cut(self.metrics)
         writer = MetricsWriter(self.metrics, resume_step=resume_step)
+        status = self.status().updated_with(metrics_bytes=None)
         if resume_step:
-            status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
-            changed = status.updated_with(resumed_at_steps=[*resumed, resume_step])
-            write_json_atomic(self.status_file, asdict(changed))
+            status = status.updated_with(resumed_at_steps=[*resumed, resume_step])
+        write_json_atomic(self.status_file, asdict(status))
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class RunDirectory:
             reason=None if reason is None else redact_text(reason),
             last_step=before.last_step if step is None else step,
             total_steps=before.total_steps if total_steps is None else total_steps,
-            metrics_bytes=None if state == "running" else size_of(self.metrics),
+            metrics_bytes=before.metrics_bytes if state == "running" else size_of(self.metrics),
             **this_process(),
         )
         write_json_atomic(self.status_file, asdict(now))

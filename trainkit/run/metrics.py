@@ -156,11 +156,8 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     Damaged ones are named and left out. A last line without an end is of a run that goes on, or
     that was killed. Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
     """
-    size = size_of(regular(path, RunDirectoryError))
-    with contextlib.suppress(TrainkitError):  # a damaged status is named where it is shown
-        if size < (read_status(path.with_name("status.json")).metrics_bytes or 0):
-            say_damaged(path, ())
-    if not size:
+    say_if_cut(path)
+    if not regular(path, RunDirectoryError).exists():
         return
     damaged = []
     with path.open("rb") as stream:
@@ -176,6 +173,12 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def say_if_cut(path: Path) -> None:
+    with contextlib.suppress(TrainkitError):  # a damaged status is named where it is shown
+        if size_of(path) < (read_status(path.with_name("status.json")).metrics_bytes or 0):
+            say_damaged(path, ())
 
 
 @lru_cache(maxsize=64)  # once: a report reads its rows several times, `watch` for ever

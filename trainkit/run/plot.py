@@ -335,6 +335,7 @@ def _panels(paths: Sequence[Path]) -> list[tuple[Curve, list[Series], str]]:
         raise RunDirectoryError(
             "there are no curves yet: no run has two logged steps",
             where=", ".join(str(path) for path in paths),
+            fix="draw them when there are",
         )
     return panels[:6]
 

@@ -68,7 +68,8 @@ def read_starts(run: RunDirectory) -> list[Start]:
         return []
     shape = TypeAdapter(Start)
     starts = []
-    for number, line in enumerate(run.changes.read_bytes().splitlines() or [b""], 1):
+    lines = run.changes.read_bytes().removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             starts.append(shape.validate_json(line, strict=True))
         except ValueError as error:

@@ -235,9 +235,10 @@ def _resolved(run: Path) -> dict[str, Any]:
     from trainkit.recipe.document import read_document
 
     path = run / "resolved.yaml"
-    if not path.is_file() and (run / "status.json").is_file():
-        note(f"{path} is missing: no key of this run's recipe is known")
-    return dict(_flat(spelt_out(read_document(path).values))) if path.is_file() else {}
+    values = dict(_flat(spelt_out(read_document(path).values))) if path.is_file() else {}
+    if "model.name_or_path" not in values and (run / "status.json").is_file():
+        note(f"{path} is damaged, or missing: not every key of this run's recipe is known")
+    return values
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
