@@ -87,6 +87,15 @@ def test_a_teacher_and_the_logits_of_both(divergence, rows, places):
     assert found == pytest.approx(measured, rel=0.05)
 
 
+def test_heads_that_are_compared_by_chunks_keep_no_logits(places):
+    """A chunk of both, which the gradient takes over, where whole ones are widened, too."""
+    recipe = recipe_of(places, "distill", 3, distill={"teacher": str(places / "teacher")})
+    plain, ours = (
+        peak(plan_of(recipe.replace(kernels=asks), 1)).by_owner["logits"] for asks in (False, True)
+    )
+    assert ours < plain / 3
+
+
 def test_a_reference_is_the_model_once_more(places):
     live, ahead = (
         plan_of(recipe_of(places, "dpo", 1, preference={"precompute_reference": asks}), 1)

@@ -185,7 +185,7 @@ class Job:
         tensor: ranks that share each matrix product.
         train: parts of the model, without adapters.
         has_images: among the rows, so that attention may need a mask of each row squared.
-        distill: the loss of a distillation, and the rows of the teacher's output layer.
+        distill: the loss of a distillation, and the rows and columns of the teacher's output layer.
     """
 
     config: str
@@ -202,7 +202,7 @@ class Job:
     tensor: int = 1
     train: tuple[str, ...] = ("text",)
     has_images: bool = False
-    distill: tuple[DistillOptions, int] | None = None
+    distill: tuple[DistillOptions, int, int] | None = None
 
     @property
     def sees(self) -> bool:

@@ -116,7 +116,7 @@ class Plan:
     upcast: bool = False
     train: tuple[str, ...] = ("text",)
     image_tokens: int = 0
-    distill: tuple[DistillOptions, int] | None = None
+    distill: tuple[DistillOptions, int, int] | None = None
     second: float = 0.0
 
     @property

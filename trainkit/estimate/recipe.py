@@ -107,7 +107,7 @@ def _second(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     found = {"second": float((shape.parameters + shape.tower) * (4 if dtype == "float32" else 2))}
     if options is None:
         return found
-    return {**found, "distill": (options.replace(on_policy=None), shape.vocab)}
+    return {**found, "distill": (options.replace(on_policy=None), shape.vocab, shape.hidden)}
 
 
 def has_images(recipe: Recipe) -> bool:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainkit.auto_class import FAILURES, without_adapters
@@ -33,7 +34,9 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate import build
 from trainkit.estimate.job import Job
 from trainkit.kernels.launch import shapes_only
+from trainkit.models.loss import CausalLM, LossHead
 from trainkit.models.recompute import is_cheap, is_kept
+from trainkit.models.swap import subclass_of
 from trainkit.models.vision import attend_in_tower, blank_images, features_of, parts_of, sees_ahead
 from trainkit.objectives.distill import DistillLoss
 from trainkit.objectives.objective import LossSetup
@@ -407,7 +410,9 @@ def _step(
     short: build.Built, job: Job, in_kernels: list[float], *, batch_size: int, length: int
 ) -> Recording:
     model, layers = short.model, short.layers
-    tracker = Tracker(short.known, in_kernels)
+    teacher = None if job.distill is None else _teacher(job)
+    not_here = [] if teacher is None else [*teacher.parameters(), *teacher.buffers()]
+    tracker = Tracker([*short.known, *not_here], in_kernels)
     ids = torch.zeros(batch_size, length, dtype=torch.long)
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if job.masked:
@@ -424,32 +429,36 @@ def _step(
             hooks.enter_context(embed.register_forward_hook(lambda *args: args[2].requires_grad_()))
         _give_away(model, tracker, hooks)
         with as_computed(job):
-            loss = model(**batch).loss if job.distill is None else _distilled(model, batch, job)
+            loss = (
+                model(**batch).loss if teacher is None else _distilled(model, teacher, batch, job)
+            )
         loss.backward()
         tracker.begin("done")
         del loss
     return _recording(short, tracker, watch)
 
 
-class _Teacher(nn.Module):
-    """Has its logits, and nothing else."""
-
-    def __init__(self, vocab: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.vocab, self.dtype = vocab, dtype
-
-    def forward(self, input_ids: Tensor, logits_to_keep: Any = 0, **_: Any) -> dict[str, Tensor]:
-        kept = input_ids[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else input_ids
-        return {"logits": torch.empty(*kept.shape, self.vocab, dtype=self.dtype)}
-
-
-def _distilled(model: Any, batch: dict[str, Any], job: Job) -> Tensor:
-    """A distillation's own loss, of which the teacher's logits are there and its layers not."""
+def _teacher(job: Job) -> Any:
+    """An output layer whose hidden states come from nowhere: all else is not counted here."""
     assert job.distill is not None
-    options, vocab = job.distill
-    teacher = _Teacher(vocab, model.dtype)
-    setup = LossSetup(model, takes_num_items=False, distill=options, teacher=teacher)
-    return DistillLoss(setup).evaluate(model, batch, 1).loss_sum
+    _, vocab, width = job.distill
+    dtype = "float32" if job.base == "float32" else "bfloat16"
+    sizes = {"num_hidden_layers": 0, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = Qwen2Config(hidden_size=width, intermediate_size=8, vocab_size=vocab, **sizes)
+    with torch.device("cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if "linear_cross_entropy" in job.ops:
+        model.lm_head.__class__ = subclass_of(nn.Linear, LossHead)
+        model.__class__ = subclass_of(type(model), CausalLM)
+    return model.requires_grad_(False).eval()
+
+
+def _distilled(model: Any, teacher: Any, batch: dict[str, Any], job: Job) -> Tensor:
+    """A distillation's own loss."""
+    assert job.distill is not None
+    setup = LossSetup(model, takes_num_items=False, distill=job.distill[0], teacher=teacher)
+    trained = {"num_trained_tokens": batch["labels"].numel()}
+    return DistillLoss(setup).evaluate(model, batch | trained, 1).loss_sum
 
 
 def _give_away(model: nn.Module, tracker: Tracker, hooks: contextlib.ExitStack) -> None:
