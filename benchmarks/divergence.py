@@ -49,7 +49,7 @@ def providers(kind: str, parts: tuple[Tensor, ...]) -> dict[str, Callable[[], ob
     def ours() -> None:
         hidden.grad = weight.grad = None
         given = (hidden, weight, labels, teacher, teacher_weight)
-        loss, _ = linear_divergence(*given, divergence=kind, num_trained=TOKENS)
+        loss, _ = linear_divergence(*given, kind=kind, num_trained=TOKENS)
         (loss / TOKENS).backward()
 
     def trl() -> None:

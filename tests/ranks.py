@@ -113,7 +113,6 @@ def _warm():
     import deepspeed.utils.numa
     import peft.tuners.lora.bnb
     import peft.utils.transformers_weight_conversion  # noqa: F401
-    import torch.profiler._cupti_monitor
     import torch.utils.serialization.config
     import transformers.models.auto.processing_auto
     import typer._adapters
@@ -121,6 +120,8 @@ def _warm():
     from tiny import make_tokenizer
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    with contextlib.suppress(ImportError):  # of torch 2.13
+        import torch.profiler._cupti_monitor
     from trainkit.lora.adapter import attach
     from trainkit.lora.read_weights import read_weights
     from trainkit.options.model import LoraOptions

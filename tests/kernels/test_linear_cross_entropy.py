@@ -371,7 +371,7 @@ def test_a_teacher_is_cut_into_chunks_as_its_student_is(frozen):
     options = {"chunk_tokens": 100, "num_trained": int((labels >= 0).sum())}
     for op, more in ((linear_divergence, options), (linear_divergence_reference, {})):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
-        loss, figures = op(*leaves, labels, *teacher, divergence="jsd", **more)
+        loss, figures = op(*leaves, labels, *teacher, kind="jsd", **more)
         loss.backward()
         found.append([loss.detach(), figures, *(each.grad for each in leaves[: 2 - frozen])])
     for ours, plain in zip(*found, strict=True):

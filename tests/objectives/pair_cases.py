@@ -12,7 +12,7 @@ import torch
 from objectives import preference_cases
 from objectives.preference_cases import make_data
 
-from trainkit.objectives import OBJECTIVES
+from trainkit.objectives import objective_of
 from trainkit.recipe import Recipe
 
 NUM_PAIRS = 12
@@ -65,7 +65,7 @@ def make_trainer(
 
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
-    row = OBJECTIVES[objective]
+    row = objective_of(objective)
     make = rated if objective == "kto" else pair
     hooks = [References()] if stored else []
     rows = [make(number) for number in range(NUM_PAIRS)]

@@ -21,7 +21,7 @@ NUM_PAIRS = 12
 
 def register(patch_item):
     """Everything that trainkit has to be told of the objective and its format."""
-    patch_item(OBJECTIVES, "preference", PREFERENCE)
+    patch_item(OBJECTIVES, "preference", "objectives.preference:PREFERENCE")
     patch_item(OBJECTIVE_NAMES, "preference", "the odds of the better of two answers")
     patch_item(OBJECTIVE_FORMATS, "preference", "pairs")
     patch_item(formats.FORMATS, "pairs", preference.parse_pairs)

@@ -12,7 +12,7 @@ from tiny import make_qwen2, make_tokenizer
 from transformers import TrainerCallback, set_seed
 
 from trainkit.errors import RecipeError
-from trainkit.objectives.table import OBJECTIVES
+from trainkit.objectives.table import objective_of
 from trainkit.recipe import Recipe
 
 NUM_ROWS = 12
@@ -26,7 +26,7 @@ def make_trainer(root, *, packing=False, patched=False, objective="dft", **optio
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
     rows = [conversation(number) for number in range(NUM_ROWS)]
-    kind = OBJECTIVES[objective]
+    kind = objective_of(objective)
     data = make_data(mine, rows, objective=kind, packing=packing, max_length=128)
     trainer = Lab(make_tokenizer(), Path(root)).trainer(
         "run",
@@ -34,7 +34,7 @@ def make_trainer(root, *, packing=False, patched=False, objective="dft", **optio
         given={
             "train_data": data.train,
             "eval_data": data.eval,
-            "objective": OBJECTIVES[objective],
+            "objective": objective_of(objective),
         },
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
     )

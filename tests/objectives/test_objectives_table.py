@@ -21,7 +21,8 @@ from trainkit.data.formats import FORMATS
 from trainkit.data.sources import formats_taken
 from trainkit.errors import DataError, RecipeError
 from trainkit.objectives.objective import Step
-from trainkit.objectives.table import OBJECTIVES, SFT, objective_of
+from trainkit.objectives.sft import SFT
+from trainkit.objectives.table import OBJECTIVES, objective_of
 from trainkit.options.data import ROW_FORMATS
 
 
@@ -203,7 +204,7 @@ def test_sft_does_not_guess_at_pairs(tmp_path):
 
 
 def test_every_format_has_an_objective_that_takes_it():
-    rows = (*OBJECTIVES.values(), objective_of("distill"))
+    rows = (*map(objective_of, OBJECTIVES), objective_of("distill"))
     taken = set[str]().union(*(formats_taken(objective.format) for objective in rows))
     assert taken == set(FORMATS) == set(ROW_FORMATS)
     assert "pairs" not in formats_taken(SFT.format)
@@ -211,7 +212,7 @@ def test_every_format_has_an_objective_that_takes_it():
 
 
 def test_the_rows_of_the_table_have_their_names():
-    assert all(name == objective.name for name, objective in OBJECTIVES.items())
+    assert all(objective_of(name).name == name for name in OBJECTIVES)
 
 
 def test_the_batch_of_a_packed_row_and_of_a_pair_can_be_filled_up_with():

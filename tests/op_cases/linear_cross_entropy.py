@@ -129,21 +129,21 @@ def linear_divergence_case(
     return Case(label, inputs, ("hidden",) if frozen else trained, options, large)
 
 
-_MIXED = {"divergence": "jsd", "jsd_share": 0.3, "temperature": 2.0, "sft_weight": 0.25}
+_MIXED = {"kind": "jsd", "share": 0.3, "temperature": 2.0, "sft_weight": 0.25}
 _CAPS = {"softcap": 5.0, "teacher_softcap": 7.0}
 
 LINEAR_DIVERGENCE = tried(
     "linear_divergence",
     cases=(
         linear_divergence_case("odd", (3, 11), (123, 57), (1999, 1999)),
-        linear_divergence_case("reverse", (33,), (128, 64), (2000, 2000), divergence="reverse_kl"),
-        linear_divergence_case("jsd", (150,), (128, 64), (2000, 2000), divergence="jsd"),
+        linear_divergence_case("reverse", (33,), (128, 64), (2000, 2000), kind="reverse_kl"),
+        linear_divergence_case("jsd", (150,), (128, 64), (2000, 2000), kind="jsd"),
         linear_divergence_case("wider", (33,), (128, 64), (2100, 2000), **_MIXED),
         linear_divergence_case("narrower", (33,), (128, 64), (2000, 2100), **_MIXED),
         linear_divergence_case("bias", (32,), (128, 64), (5003, 5003), bias=True, temperature=0.5),
         linear_divergence_case("caps", (32,), (128, 64), (2000, 2000), **_CAPS, **_MIXED),
         linear_divergence_case(
-            "reverse, caps", (32,), (128, 64), (2000, 2000), divergence="reverse_kl", **_CAPS
+            "reverse, caps", (32,), (128, 64), (2000, 2000), kind="reverse_kl", **_CAPS
         ),
         linear_divergence_case("frozen", (4, 11), (123, 64), (1999, 1999), frozen=True),
         linear_divergence_case("no rows", (0,), (8, 8), (40, 40)),

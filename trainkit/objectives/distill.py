@@ -67,8 +67,12 @@ class DistillLoss:
 
     def __init__(self, setup: LossSetup) -> None:
         given, self.teacher = setup.distill or DistillOptions(), setup.teacher
-        names = ("divergence", "jsd_share", "temperature", "sft_weight")
-        self.options = {name: getattr(given, name) for name in names}
+        self.options: dict[str, Any] = {
+            "kind": given.divergence,
+            "share": given.jsd_share,
+            "temperature": given.temperature,
+            "sft_weight": given.sft_weight,
+        }
         self.figures, self.drawn = Ratios(FIGURES), Ratios(DRAWN_FIGURES)
         self.train_metrics, self.eval_metrics = (
             Together([self.figures, self.drawn]),

@@ -33,8 +33,14 @@ from trainkit.objectives.objective import (
 )
 from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
 from trainkit.options.data import IGNORE_INDEX
-from trainkit.parallel.pipeline.chain import Placeholder
 from trainkit.parallel.rows import next_tokens
+
+
+def _is_cut(model: nn.Module) -> bool:
+    """A rank of a pipeline sees its own layers' experts, of micro-batches that cross."""
+    from trainkit.parallel.pipeline.chain import Placeholder
+
+    return any(isinstance(each, Placeholder) for each in model.modules())
 
 
 class TokenMeanLoss:
@@ -72,9 +78,8 @@ class TokenMeanLoss:
             SourceLosses(model, sources) if sources else None
             for sources in (setup.train_sources, setup.eval_sources)
         )
-        # A rank of a pipeline sees its own layers' experts, of micro-batches that cross.
-        is_cut = any(isinstance(each, Placeholder) for each in model.modules())
-        self._routing = Routing(model) if expert_parameters(model) and not is_cut else None
+        has_experts = bool(expert_parameters(model)) and not _is_cut(model)
+        self._routing = Routing(model) if has_experts else None
         self.train_metrics = Together.of(self._sources, self._routing)
         self.eval_metrics = Together.of(
             self._eval_sources, self.routers if self.routers.is_on else None

@@ -1,25 +1,31 @@
 """THE TABLE of objectives, and what a name in a recipe stands for."""
 
+from pkgutil import resolve_name
+
 from trainkit.errors import RecipeError
-from trainkit.objectives.dft import DFT, EAFT
-from trainkit.objectives.distill import DISTILL, DISTILL_STORED
-from trainkit.objectives.kto import KTO
 from trainkit.objectives.objective import Objective
-from trainkit.objectives.preference import DPO, ORPO, SIMPO
-from trainkit.objectives.reward import REWARD
-from trainkit.objectives.sft import SFT
 from trainkit.options import DistillOptions
 from trainkit.options.training import only_format
 
-_ALL = (SFT, DFT, EAFT, DPO, ORPO, SIMPO, KTO, REWARD, DISTILL)
-OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in _ALL}
-"""Every objective by its name."""
+OBJECTIVES: dict[str, str] = {
+    "sft": "trainkit.objectives.sft:SFT",
+    "dft": "trainkit.objectives.dft:DFT",
+    "eaft": "trainkit.objectives.dft:EAFT",
+    "dpo": "trainkit.objectives.preference:DPO",
+    "orpo": "trainkit.objectives.preference:ORPO",
+    "simpo": "trainkit.objectives.preference:SIMPO",
+    "kto": "trainkit.objectives.kto:KTO",
+    "reward": "trainkit.objectives.reward:REWARD",
+    "distill": "trainkit.objectives.distill:DISTILL",
+}
+"""Where every objective is, by its name: a run imports its own."""
 
 
 def objective_of(name: str, distill: DistillOptions | None = None) -> Objective:
     """The objective of a recipe; of `distill` there are two kinds of rows."""
     is_stored = name == "distill" and only_format(name, distill) is not None
-    return DISTILL_STORED if is_stored else OBJECTIVES[name]
+    found: Objective = resolve_name(OBJECTIVES[name] + ("_STORED" if is_stored else ""))
+    return found
 
 
 def refuse_unfit_feeding(

@@ -56,7 +56,6 @@ from trainkit.train.callbacks import (
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
 from trainkit.train.evaluations import Displacement, Evaluations, LookAhead, StopEarly
-from trainkit.train.experts import ExpertsTrain
 from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
 from trainkit.train.faults.signals import (
     StopRequest,
@@ -86,7 +85,6 @@ from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
 from trainkit.train.run import Run
 from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
-from trainkit.train.teacher import DrawnAnswers, ToldBefore, second_model
 
 if TYPE_CHECKING:
     from trainkit.train.dry_run import OneStep
@@ -244,7 +242,10 @@ def _build(run: Run) -> None:
     recipe, args, layout, console = run.recipe, run.args, run.layout, run.console
     set_seed(args.seed)
     run.built = built = _built(run)
-    if run.teacher is None:
+    asks = recipe.objective == "distill" or recipe.asks_reference == "second model"
+    if run.teacher is None and asks:
+        from trainkit.train.teacher import second_model
+
         with made_whole():
             second = second_model(recipe, args.device)
         if second is not None:
@@ -355,10 +356,10 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
         from trainkit.train.reference import References
 
         hooks.append(References())
-    if recipe.objective == "distill" and run.teacher is None:
-        hooks.append(ToldBefore())
-    if recipe.distill is not None and recipe.distill.on_policy is not None:
-        hooks.append(DrawnAnswers(recipe.distill.on_policy))
+    if recipe.objective == "distill":
+        from trainkit.train.teacher import hooks_of
+
+        hooks += hooks_of(recipe.distill, has_teacher=run.teacher is not None)
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:
@@ -370,7 +371,10 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     hooks += [LeakTest()] if recipe.data.packing else []
     if recipe.preference is not None and recipe.preference.share_prompts:
         hooks.append(SharedPrompts())
-    hooks += [ExpertsTrain()] if recipe.lora is not None else []
+    if recipe.lora is not None:
+        from trainkit.train.experts import ExpertsTrain
+
+        hooks.append(ExpertsTrain())
     hooks += [SeeImages()] if run.data.num_images else []
     if dry is None:
         hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []

@@ -19,7 +19,6 @@ from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.models.fp8.decide import Fp8Setup
 from trainkit.models.proof.compare import tensors_of
-from trainkit.objectives import OBJECTIVES
 from trainkit.objectives.answers import REFERENCE
 from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
 from trainkit.objectives.table import objective_of
@@ -319,7 +318,7 @@ class Bench:
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             fp8=fp8,
             adapters_from=adapters,
-            scalar_head=OBJECTIVES[recipe.objective].scalar_head,
+            scalar_head=objective_of(recipe.objective).scalar_head,
             is_proved=False,
             sees_images=any("pixel_values" in batch.values for batch in self.batches),
         )
@@ -481,7 +480,7 @@ class Bench:
 
     def _blame_rows(self, first: Outcome) -> None:
         """Nothing that can be switched off helps: some rows, or the model whatever it reads."""
-        together = OBJECTIVES[self.recipe().objective].num_together
+        together = objective_of(self.recipe().objective).num_together
         rows = [row for batch in self.batches for row in single_rows(batch, together)]
         trials = [self.trial(f"{row.rows[0]} alone", batches=[row]) for row in rows]
         bad = [trial.outcome for trial in trials if trial.is_bad and trial.outcome]

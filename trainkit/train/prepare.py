@@ -40,7 +40,6 @@ from trainkit.train.images import data_options, vision_of
 from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
-from trainkit.train.teacher import refuse_unfit_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,10 @@ def prepare(run: Run, ledger: Path) -> None:
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
     template = read_chat_template(recipe.data.chat_template) or run.tokenizer.chat_template
     run.tokenizer.chat_template = template
-    refuse_unfit_teacher(recipe, run.tokenizer)
+    if recipe.distill is not None:
+        from trainkit.train.teacher import refuse_unfit_teacher
+
+        refuse_unfit_teacher(recipe, run.tokenizer)
     run.data = data = _read_data(run, ledger)
     _refuse_no_batch(recipe, data, layout)
     _refuse_images(recipe, data)

@@ -97,6 +97,14 @@ def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> None:
         )
 
 
+def hooks_of(distill: DistillOptions | None, *, has_teacher: bool) -> list[Hook]:
+    """What a distillation does besides its loss."""
+    hooks: list[Hook] = [] if has_teacher else [ToldBefore()]
+    if distill is not None and distill.on_policy is not None:
+        hooks.append(DrawnAnswers(distill.on_policy))
+    return hooks
+
+
 class ToldBefore(Hook):
     """Before the first step, reads what the teacher has said from the files of the rows."""
 

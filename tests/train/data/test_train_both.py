@@ -7,7 +7,7 @@ import pytest
 from tiny import chat_lines
 
 from trainkit.data import DataOptions, Source
-from trainkit.objectives.table import OBJECTIVES
+from trainkit.objectives.sft import SFT
 from trainkit.train.data import prepare_run_data
 
 
@@ -28,7 +28,7 @@ def test_files_that_are_trained_and_evaluated_are_named(tmp_path, tiny_tokenizer
             stream_buffer=buffer,
             ledger=tmp_path / f"dropped-{next(numbers)}.jsonl",
             progress=None,
-            objective=OBJECTIVES["sft"],
+            objective=SFT,
         )
         return [text for text in data.warnings if "also trained on" in text]
 
@@ -59,7 +59,7 @@ def test_training_and_evaluation_files_of_one_name_draw_by_themselves(tmp_path, 
         shuffle=False,
         ledger=tmp_path / "dropped.jsonl",
         progress=None,
-        objective=OBJECTIVES["sft"],
+        objective=SFT,
     )
     drawn = [
         [each.sample_name(number).rpartition(":")[2] for number in range(10)]

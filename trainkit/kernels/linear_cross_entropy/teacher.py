@@ -32,14 +32,14 @@ class DivergenceOptions(NamedTuple):
     """What the loss of a row is.
 
     Attributes:
-        divergence: one of `KINDS`.
-        jsd_share: the teacher's part of jsd's mixture.
+        kind: one of `KINDS`.
+        share: the teacher's part of jsd's mixture.
         temperature: both models' logits are divided by it, but not for the cross entropy.
         sft_weight: the part of the label's cross entropy; the rest is the divergence's.
     """
 
-    divergence: str = "forward_kl"
-    jsd_share: float = 0.5
+    kind: str = "forward_kl"
+    share: float = 0.5
     temperature: float = 1.0
     sft_weight: float = 0.0
 
@@ -55,11 +55,11 @@ def divergences(student: Tensor, teacher: Tensor, options: DivergenceOptions) ->
     def kl(of: Tensor, to: Tensor) -> Tensor:
         return (of.exp() * (of - to)).sum(-1)
 
-    if options.divergence == "forward_kl":
+    if options.kind == "forward_kl":
         return kl(teacher, student)
-    if options.divergence == "reverse_kl":
+    if options.kind == "reverse_kl":
         return kl(student, teacher)
-    share = options.jsd_share
+    share = options.share
     mixture = torch.logaddexp(teacher + math.log(share), student + math.log(1 - share))
     return share * kl(teacher, mixture) + (1 - share) * kl(student, mixture)
 
@@ -144,7 +144,7 @@ class Teacher:
         """Losses and figures of a chunk; its gradients, times the scale, over the logits (N, V)."""
         theirs = self._buffer[: len(logits), : len(self._weight)]
         self._products.write_logits(theirs, self._rows[part])
-        divergence, share, heat, sft = self._options
+        kind, share, heat, sft = self._options
         width = logits.shape[1]
         run_jitted(
             divergence_kernel.divergence_rows,
@@ -159,7 +159,7 @@ class Teacher:
             theirs.stride(0),
             loss.ignore_index,
             SCALE=scale,
-            KIND=KINDS.index(divergence),
+            KIND=KINDS.index(kind),
             HEAT=heat,
             SHARE=share,
             SFT=sft,
