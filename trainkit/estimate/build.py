@@ -261,10 +261,8 @@ class Built:
 def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # of what a model says of itself when it is built
-    fakes = logging.getLogger(
-        FakeTensorMode.__module__
-    )  # a traceback of every operation that fails
-    fakes.disabled = True
+    fakes = logging.getLogger(FakeTensorMode.__module__)
+    fakes.disabled = True  # it says a traceback of every operation that fails
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
