@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_775, "words": 9_735},
-    "tests": {"code": 43_440},
+    "trainkit": {"files": 380, "code": 61_631, "words": 9_721},
+    "tests": {"code": 43_290},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_796},
 }

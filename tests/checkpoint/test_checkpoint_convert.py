@@ -11,7 +11,7 @@ import torch
 from commands import python
 from convert_cases import change_config, in_fp64, tensors_of, without_bias, written_twice
 from safetensors.torch import load_file, save_file
-from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
+from tiny_glm import FAR, glm_model, write_chatglm
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.convert import glm_formats, layers, rope
@@ -177,20 +177,6 @@ def test_any_base_comes_back_as_it_was(theta, head_dim, rotary_dim):
     assert read_back(base, scaling, head_dim) == (theta, rotary_dim)
 
 
-def test_legacy_pickle_source(glm, converted, tmp_path):
-    tensors = chatglm_tensors(glm)
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"pytorch_model-{number:05d}-of-00002.bin"
-        torch.save({name: tensors[name] for name in part}, tmp_path / file)
-        weight_map.update(dict.fromkeys(part, file))
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (tmp_path / "config.json").write_text(json.dumps(chatglm_config(glm)))
-    convert_model(tmp_path, tmp_path / "target", "qwen2", ConvertOptions(verify=False))
-    assert_same_bits(tensors_of(converted["chatglm"]), tensors_of(tmp_path / "target"))
-
-
 def test_dtype_option(glm_directory, tmp_path):
     options = ConvertOptions(dtype="bfloat16")
     convert_model(glm_directory, tmp_path / "t", "qwen2", options)
@@ -198,7 +184,7 @@ def test_dtype_option(glm_directory, tmp_path):
     assert json.loads((tmp_path / "t" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
+def test_peak_memory_is_a_shard_not_the_model(tmp_path):
     """A source of 8 tensors of 16 MB converts within less than half its size of extra memory."""
     model = glm_model(num_hidden_layers=4, intermediate_size=32_000, vocab_size=16)
     model.save_pretrained(tmp_path / "source")
@@ -208,7 +194,7 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
         "import torch\n"
         "from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "options = ConvertOptions(verify=False)\n"
+        "options = ConvertOptions(max_shard_bytes=20_000_000, verify=False)\n"
         "convert_model(Path(sys.argv[1]), Path(sys.argv[2]), 'qwen2', options)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)\n"
     )
@@ -298,12 +284,12 @@ def test_kill_half_way_leaves_nothing_that_looks_finished(glm_directory, tmp_pat
         "import os, sys; from pathlib import Path\n"
         "from trainkit.checkpoint.convert import convert\n"
         "from trainkit.checkpoint.weights import writer\n"
-        "write = writer.WeightsWriter.write\n"
-        "def dying(self, name, tensor):\n"
-        "    if 'layers.1.mlp' in name: os.kill(os.getpid(), 9)\n"
-        "    write(self, name, tensor)\n"
-        "writer.WeightsWriter.write = dying\n"
-        "options = convert.ConvertOptions(verify=False)\n"
+        "save = writer.save_tensors\n"
+        "def dying(path, tensors):\n"
+        "    if '00002' in path.name: os.kill(os.getpid(), 9)\n"
+        "    save(path, tensors)\n"
+        "writer.save_tensors = dying\n"
+        "options = convert.ConvertOptions(max_shard_bytes=100_000, verify=False)\n"
         "convert.convert_model(Path(sys.argv[1]), Path(sys.argv[2]), 'qwen2', options)\n"
     )
     run = subprocess.run(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import struct
 from pathlib import Path
 
@@ -153,41 +152,11 @@ def test_bad_json(tmp_path, text):
         read_json(tmp_path / "c.json")
 
 
-@pytest.mark.parametrize("form", ["torch", "legacy", "pickle", "inside", "index"])
-def test_pickles_never_run(tmp_path, form):
-    canary = tmp_path / "canary"
-    path = tmp_path / "pytorch_model.bin"
-    content = {"w": torch.zeros(2), "evil": Evil(tmp_path)} if form == "inside" else Evil(tmp_path)
-    if form == "pickle":
-        path.write_bytes(pickle.dumps(content))
-    elif form == "legacy":
-        torch.save(content, path, _use_new_zipfile_serialization=False)
-    else:
-        torch.save(content, path)
-    if form == "index":
-        weight_map = {"w": "pytorch_model.bin"}
-        index = tmp_path / "pytorch_model.bin.index.json"
-        index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match="refused") as caught:
+def test_pickles_are_not_opened(tmp_path):
+    torch.save({"w": torch.zeros(2), "evil": Evil(tmp_path)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no weights(.|\n)*save_pretrained"):
         load_all(tmp_path)
-    assert not canary.exists()
-    assert "weights_only" not in str(caught.value)  # torch's advice on how to run it all the same
-    if form == "torch":
-        assert "asks for posix.system" in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [[torch.zeros(2)], {"w": 3}, {3: torch.zeros(1)}, "text"])
-def test_pickle_of_something_else(tmp_path, content):
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="more than named tensors"):
-        load_all(tmp_path)
-
-
-@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04junk", b"\x80\x02."])
-def test_damaged_pickle(tmp_path, damage):
-    (tmp_path / "pytorch_model.bin").write_bytes(damage)
-    with pytest.raises(CheckpointError):
-        load_all(tmp_path)
+    assert not (tmp_path / "canary").exists()
 
 
 def test_remote_code_beside_the_weights_is_never_imported(glm, tmp_path):

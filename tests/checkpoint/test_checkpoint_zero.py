@@ -86,28 +86,31 @@ def damaged(root: Path, target: Path) -> Path:
     return find_zero_folder(target)
 
 
-@pytest.mark.parametrize("pattern", ["*rank_1*optim_states.pt", "*rank_1*model_states.pt"])
-def test_missing_shard(saved, tmp_path, pattern):
-    folder = damaged(saved("zero3"), tmp_path / "c")
-    for path in folder.glob(pattern):
-        path.unlink()
-    with pytest.raises(CheckpointError, match="shards"):
-        ZeroReader(folder)
+SHARDS = {
+    "optimizer missing": ("zero3", "*rank_1*optim_states.pt", Path.unlink, "shards"),
+    "model missing": ("zero3", "*rank_1*model_states.pt", Path.unlink, "shards"),
+    "of a larger run": (
+        "zero2",
+        "*rank_1*optim_states.pt",
+        lambda path: shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_2"))),
+        "3 optimizer shards",
+    ),
+    "cut": (
+        "zero2",
+        "*rank_0*optim_states.pt",
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        "damaged or hostile",
+    ),
+}
 
 
-def test_shards_of_a_larger_run(saved, tmp_path):
-    folder = damaged(saved("zero2"), tmp_path / "c")
-    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    shutil.copy(folder / name.format(1), folder / name.format(2))
-    with pytest.raises(CheckpointError, match="3 optimizer shards"):
-        ZeroReader(folder)
-
-
-def test_truncated_shard(saved, tmp_path):
-    folder = damaged(saved("zero2"), tmp_path / "c")
-    path = next(folder.glob("*rank_0*optim_states.pt"))
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="damaged or hostile"):
+@pytest.mark.parametrize("what", SHARDS)
+def test_other_shards_than_were_saved(saved, tmp_path, what):
+    case, pattern, damage, said = SHARDS[what]
+    folder = damaged(saved(case), tmp_path / "c")
+    for path in [*folder.glob(pattern)]:
+        damage(path)
+    with pytest.raises(CheckpointError, match=said):
         ZeroReader(folder)
 
 

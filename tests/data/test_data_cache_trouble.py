@@ -14,8 +14,8 @@ import pytest
 from chats import chat
 
 import trainkit.data
-from trainkit.data import DataOptions, Ledger, Source, prepare, store
 from trainkit.data import sources as preparing
+from trainkit.data import store
 from trainkit.data.store import ARRAYS
 from trainkit.errors import DataError
 
@@ -86,62 +86,48 @@ def test_a_worker_whose_run_was_killed_before_it_began_ends(monkeypatch):
     assert ended == [1]
 
 
-def refused(directory, write, tiny_tokenizer):
+@pytest.fixture
+def five(write, ready):
+    """Prepare the same five rows."""
     path = write([chat("q", "a")] * 5)
-    options = DataOptions(cache_dir=str(directory))
-    with pytest.raises(DataError) as error:
-        prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
-    return str(error.value)
+    return lambda **options: ready(path, **options)
 
 
-def test_a_directory_that_cannot_be_written(write, tiny_tokenizer, tmp_path):
+def test_a_directory_that_cannot_be_written(five, tmp_path):
     (tmp_path / "file").touch()
-    message = refused(tmp_path / "file" / "cache", write, tiny_tokenizer)
-    assert str(tmp_path / "file") in message
-    assert "data.cache_dir" in message
+    with pytest.raises(DataError, match=r"/file(.|\n)*data\.cache_dir"):
+        five(cache_dir=str(tmp_path / "file" / "cache"))
 
 
-def test_a_full_disk(write, tiny_tokenizer, tmp_path, monkeypatch):
+def test_a_full_disk(five, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    message = refused(tmp_path / "cache", write, tiny_tokenizer)
-    assert "No space left" in message
-    assert "data.cache_dir" in message
+    with pytest.raises(DataError, match=r"No space left(.|\n)*data\.cache_dir"):
+        five()
     monkeypatch.undo()
     assert not list((tmp_path / "cache").glob("tmp-*"))
-    path = write([chat("q", "a")] * 5)
-    options = DataOptions(cache_dir=str(tmp_path / "cache"))
-    assert len(prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())) == 5
+    assert len(five()) == 5
 
 
-def test_a_read_only_cache_that_has_the_data_is_enough(
-    write, tiny_tokenizer, tmp_path, monkeypatch
-):
+def test_a_read_only_cache_that_has_the_data_is_enough(five, monkeypatch):
     """A shared cache made by somebody else: nothing has to be written to open it."""
-    path = write([chat("q", "a")] * 5)
-    options = DataOptions(cache_dir=str(tmp_path / "cache"))
-    prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    five()
 
     def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
     for name in ("mkdir", "write_text", "rename", "replace"):
         monkeypatch.setattr(Path, name, read_only)
-    data = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
-    assert data.summary["sources"][0]["cached"]
+    assert five().summary["sources"][0]["cached"]
 
 
 @pytest.mark.parametrize("damage", ["overwritten", "cut", "gone"])
 @pytest.mark.parametrize("name", [*(f"{array}.npy" for array in ARRAYS), "meta.json"])
-def test_a_damaged_store_is_named_and_prepared_again(
-    name, damage, write, tiny_tokenizer, tmp_path, caplog
-):
+def test_a_damaged_store_is_named_and_prepared_again(name, damage, five, tmp_path, caplog):
     """Overwritten tokens would be trained without a word."""
-    path = write([chat("q", "a")] * 5)
-    options = DataOptions(cache_dir=str(tmp_path / "cache"))
-    made = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    made = five()
     want = [made[at]["input_ids"].tolist() for at in range(5)]
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     if damage == "overwritten":
@@ -150,24 +136,21 @@ def test_a_damaged_store_is_named_and_prepared_again(
         file.write_bytes(file.read_bytes()[:-9])
     else:
         file.unlink()
-    data = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    data = five()
     assert not data.summary["sources"][0]["cached"]
     assert [data[at]["input_ids"].tolist() for at in range(5)] == want
     is_said = "is damaged" in caplog.text
     assert is_said == ((name, damage) != ("meta.json", "gone"))  # that is no store at all
-    again = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
-    assert again.summary["sources"][0]["cached"]
+    assert five().summary["sources"][0]["cached"]
 
 
-def test_what_a_killed_process_left_goes_with_the_next_one(write, tiny_tokenizer, tmp_path):
-    path = write([chat("q", "a")] * 5)
-    options = DataOptions(cache_dir=str(tmp_path / "cache"))
-    prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+def test_what_a_killed_process_left_goes_with_the_next_one(five, tmp_path):
+    five()
     (meta,) = (tmp_path / "cache").glob("*/meta.json")
     meta.unlink()
     left = tmp_path / "cache" / f"tmp-{meta.parent.name}-{socket.gethostname()}-1"
     left.mkdir()
-    prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    five()
     assert not left.exists()
 
 

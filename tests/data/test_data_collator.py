@@ -34,28 +34,29 @@ def test_packed_batch():
     assert type(batch["max_length_q"]) is int
     names = "cu_seq_lens_k cu_seq_lens_q input_ids labels max_length_k max_length_q position_ids"
     assert sorted(batch) == names.split()
+    assert (A["input_ids"].tolist(), B["loss_mask"].tolist()) == ([11, 12, 13], [1, 1])
 
 
-def test_packed_rows_that_are_full_have_no_tail():
-    batch = PackingCollator(5, pad_token_id=9)([[A, B], [C]])
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 10]
-
-
-def test_a_long_tail_counts_as_a_segment():
-    batch = PackingCollator(20, pad_token_id=9)([[A]])
-    assert batch["position_ids"][0, 3:].tolist() == list(range(17))
-    assert batch["max_length_q"] == 17
+@pytest.mark.parametrize(
+    ("length", "rows", "ends", "longest"),
+    [
+        (5, [[A, B], [C]], [0, 3, 5, 10], 5),  # full rows have no tail
+        (20, [[A]], [0, 3, 20], 17),  # a long one counts as a segment
+        (10**12, [[A]], [0, 3, 64], 61),  # and costs no more than what is in the rows
+    ],
+)
+def test_the_tail_of_a_packed_row(length, rows, ends, longest):
+    batch = PackingCollator(length, pad_token_id=9)(rows)
+    assert batch["cu_seq_lens_q"].tolist() == ends
+    assert batch["input_ids"].numel() == ends[-1]
+    assert batch["max_length_q"] == longest
+    last = ends[-1] - ends[-2]
+    assert batch["position_ids"][-1, -last:].tolist() == list(range(last))
 
 
 def test_packed_row_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="more than 4 tokens"):
         PackingCollator(4, pad_token_id=9)([[A, B]])
-
-
-def test_an_absurd_length_costs_no_more_than_what_is_in_the_rows():
-    batch = PackingCollator(10**12, 0)([[sample([5, 6, 7], [0, 1, 1])]])
-    assert batch["input_ids"].shape == (1, 64)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 64]
 
 
 def test_padded_batch():
@@ -75,9 +76,3 @@ def test_sources_come_only_when_asked():
     assert packed["source_ids"].tolist() == [[0, 0, 0, 1, 1, -1]]
     padded = PaddingCollator(9, with_source=True, pad_to=4)([B])
     assert padded["source_ids"].tolist() == [[1, 1, -1, -1]]
-
-
-def test_samples_are_not_changed():
-    PackingCollator(6, 9)([[A, B]])
-    assert A["input_ids"].tolist() == [11, 12, 13]
-    assert B["loss_mask"].tolist() == [1, 1]

@@ -28,9 +28,17 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_preview_json_says_what_is_trained(write, model, capsys, tiny_tokenizer):
+@pytest.fixture
+def look(model, capsys):
+    """``trainkit data WHAT`` of a file, as the model reads it."""
+    return lambda what, path, *more, by=model: run(
+        capsys, "data", what, "--data", path, "--model", by, *more
+    )
+
+
+def test_preview_json_says_what_is_trained(write, look, tiny_tokenizer):
     path = write(ROWS)
-    code, said = run(capsys, "data", "preview", "--data", path, "--model", model, "--json", "-n", 4)
+    code, said = look("preview", path, "--json", "-n", 4)
     assert code == 0
     samples = [json.loads(line) for line in said.out.splitlines()]
     assert len(samples) >= 4
@@ -46,8 +54,8 @@ def test_preview_json_says_what_is_trained(write, model, capsys, tiny_tokenizer)
         assert len(sample["tokens"]) == len(sample["labels"]) == len(sample["input_ids"])
 
 
-def test_preview_marks_trained_text_without_colours(write, model, capsys):
-    code, said = run(capsys, "data", "preview", "--data", write(ROWS[:1]), "--model", model)
+def test_preview_marks_trained_text_without_colours(write, look):
+    code, said = look("preview", write(ROWS[:1]))
     assert code == 0
     assert f"«answer 0{END}»" in said.out
     assert "«question" not in said.out
@@ -59,12 +67,10 @@ def test_preview_marks_trained_text_without_colours(write, model, capsys):
     assert table["template"][1] == "0"
 
 
-def test_preview_page_stands_alone(write, model, capsys, tmp_path):
+def test_preview_page_stands_alone(write, look, tmp_path):
     rows = [chat("<script>alert(1)</script>", "a & b")]
     page = tmp_path / "page.html"
-    code, _ = run(
-        capsys, "data", "preview", "--data", write(rows), "--model", model, "--html", page
-    )
+    code, _ = look("preview", write(rows), "--html", page)
     assert code == 0
     text = page.read_text()
     assert "<script" not in text
@@ -108,21 +114,21 @@ BAD = {"rows": [*ROWS[:9], {"x": 1}], "length": [*ROWS, *[chat("q", "a", "r", "b
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_check_fails_bad_data(write, model, capsys, what):
+def test_check_fails_bad_data(write, look, what):
     path = write(BAD[what])
-    code, said = run(capsys, "data", "check", "--data", path, "--model", model, "--json")
+    code, said = look("check", path, "--json")
     findings = {row["check"]: row["status"] for row in map(json.loads, said.out.splitlines())}
     assert code == 2
     assert findings[what] == "error"
     assert "would train wrongly" in said.err
 
 
-def test_check_reads_rows_again_only_for_the_length_of_those_cut(write, model, capsys, monkeypatch):
+def test_check_reads_rows_again_only_for_the_length_of_those_cut(write, look, monkeypatch):
     prepare, limits = data_commands._prepare, []
     counted = lambda _, options: limits.append(options.max_length) or prepare(_, options)  # noqa: E731
     monkeypatch.setattr(data_commands, "_prepare", counted)
     for rows in (ROWS, BAD["length"]):
-        run(capsys, "data", "check", "--data", write(rows), "--model", model)
+        look("check", write(rows))
     assert limits == [2048, 2048, data_commands.NO_LIMIT]
 
 
@@ -135,25 +141,23 @@ def test_files_in_a_recipes_place_are_read_as_its_objective_says(write, model, c
     assert "guides/preferences.md" in run(capsys, *words, write([{"text": "t"}]))[1].err
 
 
-def test_check_fails_data_that_cannot_be_prepared(write, model, capsys):
-    code, said = run(capsys, "data", "check", "--data", write([{"x": 1}]), "--model", model)
+def test_check_fails_data_that_cannot_be_prepared(write, look):
+    code, said = look("check", write([{"x": 1}]))
     assert code == 2
     assert "data.jsonl" in said.err
 
 
-def test_stats(write, model, capsys, tmp_path):
+def test_stats(write, look, tmp_path):
     picture = tmp_path / "h.png"
     path = write([*ROWS, ROWS[0]])
-    code, said = run(
-        capsys, "data", "stats", "--data", path, "--model", model, "--json", "--plot", picture
-    )
+    code, said = look("stats", path, "--json", "--plot", picture)
     rows = [json.loads(line) for line in said.out.splitlines()]
     figures = {row["metric"]: row["value"] for row in rows if "max_length" not in row}
     assert code == 0
     assert (figures["samples"], figures["duplicates"]) == (31, 1)
     assert figures["length_max"] >= figures["length_p99"] >= figures["length_p50"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, said = run(capsys, "data", "stats", "--data", path, "--model", model)
+    code, said = look("stats", path)
     assert "packed" in said.out
 
 
@@ -193,24 +197,19 @@ def test_nothing_to_look_at_is_an_error(capsys):
     assert "--config" in said.err
 
 
-NO_END = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
 SOME_BAD = [*ROWS, *ROWS, *ROWS, *ROWS, {"x": 1}]
 
 
-def test_words_of_an_answer_that_are_not_trained_are_marked(write, model, capsys, tmp_path):
+def test_words_of_an_answer_that_are_not_trained_are_marked(write, look, tmp_path):
     row = chat("q1", "silent words", "q2", "spoken")
     row["messages"][1]["weight"] = 0
     page = tmp_path / "p.html"
-    given = ("--data", write([row]), "--model", model)
-    code, said = run(capsys, "data", "preview", *given, "--html", page)
+    code, said = look("preview", write([row]), "--html", page)
     assert code == 0, said.err
     assert f"⟦silent words{END}⟧" in said.out
     assert f"«spoken{END}»" in said.out
     assert '<span class="missed">silent words' in page.read_text()
-    code, said = run(capsys, "data", "preview", *given, "--json")
+    code, said = look("preview", write([row]), "--json")
     shown = json.loads(said.out)
     missed = [token for a, b in shown["untrained_answer"] for token in shown["tokens"][a:b]]
     assert "".join(missed) == f"silent words{END}"
@@ -228,29 +227,27 @@ def test_answers_whose_thinking_is_left_untrained_are_marked(ready, write):
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202etxt\u2028\x00\x7f\rover"
 
 
-def test_control_characters_of_data_do_not_reach_the_terminal(write, model, capsys, tmp_path):
+def test_control_characters_of_data_do_not_reach_the_terminal(write, look, tmp_path):
     rows = [chat(HOSTILE, HOSTILE), *SOME_BAD, {HOSTILE: HOSTILE}, {"messages": HOSTILE}]
     path = write(rows)
     page = tmp_path / "p.html"
     for extra in ((), ("--json",), ("--html", page)):
-        code, said = run(
-            capsys, "data", "preview", "-n", 200, "--data", path, "--model", model, *extra
-        )
+        code, said = look("preview", path, "-n", 200, *extra)
         assert code == 0, said.err
         for each in HOSTILE.replace("txt", "").replace("over", "").replace("owned", ""):
             if not each.isprintable():
                 assert each not in said.out
     assert not any(each in page.read_text() for each in "\x1b\x9b\u202e")
-    code, said = run(capsys, "data", "check", "--data", path, "--model", model)
+    code, said = look("check", path)
     assert not any(each in said.out + said.err for each in "\x1b\x9b\u202e")
 
 
-def test_bad_rows_are_named_where_only_some_are_bad(write, model, capsys):
+def test_bad_rows_are_named_where_only_some_are_bad(write, look):
     path = write(SOME_BAD)
-    code, said = run(capsys, "data", "check", "--data", path, "--model", model)
+    code, said = look("check", path)
     assert code == 0
     assert f"{path}:{len(SOME_BAD)}: " in said.out
-    code, said = run(capsys, "data", "preview", "--data", path, "--model", model)
+    code, said = look("preview", path)
     assert f"{path}:{len(SOME_BAD)} · not used" in said.out
     assert '{"x": 1}' in said.out
 
@@ -262,21 +259,21 @@ def test_bad_rows_are_named_where_only_some_are_bad(write, model, capsys):
 def endless(tmp_path):
     """A model whose template ends no turn but those that say 'fin'."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = NO_END.replace(
+    tokenizer.chat_template = test_data_masks.NO_END.replace(
         "m.content +", "m.content + ('<|im_end|>' if 'fin' in m.content else '') +"
     )
     tokenizer.save_pretrained(tmp_path / "endless")
     return tmp_path / "endless"
 
 
-def test_missing_ends_are_judged_as_shares(write, endless, capsys):
+def test_missing_ends_are_judged_as_shares(write, look, endless):
     path = write([chat("q", f"a{n}") for n in range(100)] + [chat("q", "fin")])
-    code, said = run(capsys, "data", "check", "--data", path, "--model", endless)
+    code, said = look("check", path, by=endless)
     assert code == 2
     assert "100 of 101 trained turns have no end-of-turn token" in said.out
     assert "append_eos" in said.out
     path = write([chat("q", "fin")] * 199 + [chat("q", "a")], "few.jsonl")
-    code, said = run(capsys, "data", "check", "--data", path, "--model", endless)
+    code, said = look("check", path, by=endless)
     assert code == 0
     assert "1 of 200 trained turns have no end-of-turn token" in said.out
 
@@ -301,16 +298,16 @@ def test_a_run_stops_where_check_says_error(write, endless, capsys, tmp_path, wh
         assert {"endless": "end-of-turn", "rows": "dropped", "length": "lost"}[what] in told.err
 
 
-def test_check_reads_the_generation_config_of_a_model(write, tmp_path, capsys):
+def test_check_reads_the_generation_config_of_a_model(write, look, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(tmp_path / "m")
     path = write(ROWS)
-    _, said = run(capsys, "data", "check", "--data", path, "--model", tmp_path / "m")
+    _, said = look("check", path, by=tmp_path / "m")
     assert "is not a stop token" in said.out
     stop = tokenizer.convert_tokens_to_ids(END)
     (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
-    _, said = run(capsys, "data", "check", "--data", path, "--model", tmp_path / "m")
+    _, said = look("check", path, by=tmp_path / "m")
     assert "is not a stop token" not in said.out
 
 

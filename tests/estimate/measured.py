@@ -156,6 +156,7 @@ UNCUT = "measured before projections let go of the decomposition that they are a
 AGAIN = "the same step took less later, as lora.jsonl says"
 ELSEWHERE = "how its layers were dealt out is in memory_gpus.jsonl"
 COMPILED = "a compiler decides by itself what is kept"
+REASONS = (OTHERS, HOST, ALONE, EXPERTS, CHOSEN, OLDER, UNCUT, AGAIN, ELSEWHERE, COMPILED)
 _OF_METRIC = ("metric", "value", "unit", "versions", "attention", "last_loss")
 
 
@@ -407,18 +408,6 @@ def _fp8_accuracy(row: Row) -> tuple[Plan | str, bool]:
     return Plan(find_shape(model), 4, 2048, fp8=share, **BARE), True
 
 
-def _data(row: Row) -> tuple[Plan | str, bool]:
-    return HOST, False
-
-
-def _experts(row: Row) -> tuple[Plan | str, bool]:
-    return EXPERTS, False
-
-
-def _delta_rule(row: Row) -> tuple[Plan | str, bool]:
-    return ALONE, False
-
-
 READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "step": _step,
     "step_9b": _step,
@@ -434,9 +423,9 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "optimizers": _optimizers,
     "recompute": _recompute,
     "fp8_accuracy": _fp8_accuracy,
-    "data": _data,
-    "experts": _experts,
-    "delta_rule": _delta_rule,
+    "data": lambda _: (HOST, False),
+    "experts": lambda _: (EXPERTS, False),
+    "delta_rule": lambda _: (ALONE, False),
 }
 """THE TABLE: for each file the plan of a row, or why there is none; and whether times count."""
 

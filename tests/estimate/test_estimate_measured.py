@@ -6,24 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.estimate import measured
-from tests.estimate.measured import (
-    AGAIN,
-    ALONE,
-    CHOSEN,
-    COMPILED,
-    ELSEWHERE,
-    EVERY,
-    EXPERTS,
-    H200,
-    HOST,
-    OLDER,
-    OTHERS,
-    READERS,
-    ROWS,
-    UNCUT,
-    LeftOut,
-    Measured,
-)
+from tests.estimate.measured import EVERY, H200, READERS, REASONS, ROWS, LeftOut, Measured
 from trainkit.estimate.speed import BAND_ANCHORED, band, seconds
 
 TOO_LOW, TOO_HIGH = -0.02, 0.05
@@ -40,7 +23,7 @@ def test_no_row_is_passed_over() -> None:
     assert len(ROWS) >= 125
     others = Counter(each.why for each in EVERY if isinstance(each, LeftOut))
     # The same runs are in another file, with how their layers were dealt out.
-    for why in (OTHERS, HOST, ALONE, EXPERTS, COMPILED, CHOSEN, OLDER, UNCUT, ELSEWHERE, AGAIN):
+    for why in REASONS:
         others.pop(why, None)
     assert sum(others.values()) <= 10, others
 

@@ -13,7 +13,7 @@ import trainkit
 from trainkit.errors import PatchError
 from trainkit.lora import fuse
 from trainkit.models.patch import patch_kernels
-from trainkit.models.swap import is_swapped
+from trainkit.models.swap import plain_class
 from trainkit.options.model import LORA_OPS
 
 
@@ -92,12 +92,12 @@ def test_a_pickled_model_comes_back_patched_in_another_process(tmp_path):
     path.write_bytes(pickle.dumps(model))
     code = (
         "import pickle, sys; model = pickle.load(open(sys.argv[1], 'rb'));"
-        "from trainkit.models.swap import is_swapped, plain_class;"
+        "from trainkit.models.swap import plain_class;"
         "print(type(model).__name__, plain_class(model).__module__,"
-        " sum(map(is_swapped, model.modules())))"
+        " sum(plain_class(each) is not type(each) for each in model.modules()))"
     )
     said = python("-c", code, path)
-    number = sum(map(is_swapped, model.modules()))
+    number = sum(plain_class(each) is not type(each) for each in model.modules())
     assert said.split()[-3:] == [
         "Qwen2ForCausalLM",
         "transformers.models.qwen2.modeling_qwen2",

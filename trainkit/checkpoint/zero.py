@@ -233,7 +233,7 @@ def _entry(shard: Mapping[str, Any], key: str) -> Any:
 def needs_adapter_from_shards(checkpoint: Path) -> bool:
     """Whether a checkpoint's adapter is in its shards only."""
     has_config = (checkpoint / CONFIG_NAME).is_file()
-    return has_config and not any((checkpoint / name).exists() for name in ADAPTER_WEIGHTS)
+    return has_config and not (checkpoint / ADAPTER_WEIGHTS).exists()
 
 
 def export_zero(

@@ -5,7 +5,7 @@ so no data is needed. Embedding and output matrix stay as they are.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
-from trainkit.checkpoint.weights.writer import WeightsWriter
+from trainkit.checkpoint.weights.writer import write_tensors
 from trainkit.errors import ModelError
 from trainkit.export.certificate import TransformersServed, released
 from trainkit.export.plain import (
@@ -111,13 +111,16 @@ def _write_weights(reader: WeightsReader, linears: set[str], staging: Path) -> N
             plan.append(TensorInfo(_scale_of(name), info.dtype, (info.shape[0], 1)))
         else:
             plan.append(info)
-    with WeightsWriter(staging, plan, max_shard_bytes=MAX_SHARD_BYTES) as writer:
-        for name in reader.tensors:
-            tensor = reader.load(name)
-            if name in linears:
-                tensor, scale = quantize(tensor)
-                writer.write(_scale_of(name), scale)
-            writer.write(name, tensor)
+    tensors = _quantized(reader, linears)
+    write_tensors(staging, plan, tensors, max_shard_bytes=MAX_SHARD_BYTES)
+
+
+def _quantized(reader: WeightsReader, linears: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in reader.tensors:
+        if name in linears:
+            yield from zip((name, _scale_of(name)), quantize(reader.load(name)), strict=True)
+        else:
+            yield name, reader.load(name)
 
 
 def _scale_of(name: str) -> str:

@@ -204,13 +204,13 @@ def weights_digest(paths: ModelPaths) -> str | None:
     Every byte counts, of the configuration and the tokenizer too.
     """
     from trainkit.checkpoint.weights.base_fingerprint import base_files, file_digest
+    from trainkit.checkpoint.weights.reader import ADAPTER_WEIGHTS
 
     directory, adapter = Path(paths.model).expanduser(), paths.adapter
     try:
         files: dict[str, str] = base_files(directory)
-        for name in ("adapter_model.safetensors", "adapter_model.bin"):
-            if adapter is not None and (adapter / name).is_file():
-                files[f"adapter/{name}"] = file_digest(adapter / name)
+        if adapter is not None and (adapter / ADAPTER_WEIGHTS).is_file():
+            files["adapter"] = file_digest(adapter / ADAPTER_WEIGHTS)
     except (CheckpointError, OSError):
         return None  # a hub name
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import zipfile
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -42,15 +41,18 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
         refuse_counts(_object(directory / "config.json"), str(directory / "config.json"))
     if not with_weights:
         return
-    for name in (*WEIGHTS, *PICKLED_WEIGHTS):
+    found = [name for name in WEIGHTS if (directory / name).exists()]
+    if not found and any((directory / name).exists() for name in PICKLED_WEIGHTS):
+        raise ModelError(
+            "its weights are a pickle, which may hold code, and are not opened",
+            where=str(directory),
+            fix="write them as safetensors: load them with transformers, and save_pretrained",
+        )
+    for name in found[:1]:
         file = directory / name
-        if not file.exists():
-            continue
         homes = _shards(file) if name.endswith(".json") else {"": name}
         held: dict[str, set[str]] = {home: _tensors(directory / home) for home in {*homes.values()}}
-        lost = [
-            name for name, home in homes.items() if held[home] and name not in {"", *held[home]}
-        ]
+        lost = [name for name, home in homes.items() if name not in {"", *held[home]}]
         if lost:
             raise ModelError(
                 f"the index puts {lost[0]} into {homes[lost[0]]}, where it is not "
@@ -58,7 +60,6 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
                 where=str(file),
                 fix=FETCH,
             )
-        return
 
 
 def refuse_counts(config: Mapping[str, Any], where: str) -> None:
@@ -106,15 +107,10 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _tensors(file: Path) -> set[str]:
-    """The names in a safetensors file, its length proved; for a pickle only that it is complete."""
+    """The names in a safetensors file, its length proved."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        begins = stream.read(8)
-        if file.suffix != ".safetensors":
-            if not size or (begins.startswith(b"PK") and not zipfile.is_zipfile(file)):
-                raise ModelError(f"it was cut: {size} bytes are left", where=str(file), fix=FETCH)
-            return set()
-        if begins.startswith(b"version "):
+        if stream.read(8).startswith(b"version "):
             raise ModelError(
                 "it is a Git LFS pointer, and not the weights", where=str(file), fix="git lfs pull"
             )

@@ -169,19 +169,19 @@ def load_model(
         if source.init == "random":
             model = _random(loader, config, dtype, attention, device, load_part, trusted)
         else:
+            packed: dict[str, Any] = {}
+            if quantization is not None:  # these cannot be moved later; the others are moved below
+                spot = device and {"": device}
+                packed = {"quantization_config": quantization, "device_map": spot}
 
             def load(model_class: Any, **more: Any) -> Any:
                 return model_class.from_pretrained(
                     source_path,
                     output_loading_info=True,
+                    use_safetensors=None if "gguf_file" in options else True,
                     dtype=dtype,
                     attn_implementation=attention,
-                    # 4-bit weights cannot be moved later; the others are moved below.
-                    **(
-                        {"quantization_config": quantization, "device_map": device and {"": device}}
-                        if quantization is not None
-                        else {}
-                    ),
+                    **packed,
                     **options,
                     **more,
                 )

@@ -56,11 +56,6 @@ def subclass_of(
     return _generated[below, layer]
 
 
-def is_swapped(module: nn.Module) -> bool:
-    """Whether a module's class is a generated one, or was derived from one."""
-    return any(kind in _made_of for kind in type(module).__mro__)
-
-
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class a module has, or had before anything was swapped in."""
     return _layers(type(module))[0]

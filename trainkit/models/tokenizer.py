@@ -6,7 +6,6 @@ Errors say what is missing and what to do.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,15 +217,13 @@ def explained(source: ModelOptions, part: str) -> Any:
         yield
     except (TrainkitError, ImportError, MemoryError):
         raise
-    except Exception as error:  # tokenizers raises nothing narrower, unpickling nearly anything
+    except Exception as error:  # tokenizers raises nothing narrower
         if type(error).__name__ == "OutOfMemoryError":  # torch's
             raise
         if isinstance(error, SafetensorError):
             _refuse_cut(source)
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if isinstance(error, pickle.UnpicklingError):
-            first_line = "a pickle of its weights is damaged, or holds more than plain tensors"
-        elif not isinstance(error, (OSError, ValueError)):
+        if not isinstance(error, (OSError, ValueError)):
             first_line = f"{type(error).__name__}: {first_line}"
         is_local = local_path(source.name_or_path) is not None
         if isinstance(error, ValueError) and "`trust_remote_code=True`" in str(error):

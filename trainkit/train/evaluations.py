@@ -294,11 +294,7 @@ class StopEarly(Hook):
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Take up what a continued run has seen."""
-        kept = loop.state.stateful_callbacks.get(_EARLY)
-        if kept is None:  # a checkpoint of trainkit before it kept this: its log has the rows
-            for row in loop.state.log_history:
-                self._see(loop.args, row)
-        else:
+        if kept := loop.state.stateful_callbacks.get(_EARLY):
             self._best, self._num_worse = kept["best"], kept["num_worse"]
         self._end(loop)  # killed behind the checkpoint of its last step, nothing is left to train
 

@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -80,11 +82,7 @@ def read_known(path: Path) -> Known:
         with np.load(path, allow_pickle=False) as kept:
             digests, values = kept["digests"].astype(_DIGEST), kept["values"]
             is_whole = str(kept["sha256"]) == _sum_of(digests, values)
-    except (OSError, ValueError, KeyError, EOFError):
-        return {}
-    except Exception as error:  # zipfile and zlib have their own
-        if type(error).__module__ not in ("zipfile", "zlib"):
-            raise
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return {}
     # Zeros at the end, which numpy takes for padding, are put back.
     keys = (each.ljust(16, b"\0") for each in digests.tolist())

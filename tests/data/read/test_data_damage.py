@@ -74,21 +74,6 @@ def test_a_huge_element_of_an_array_is_read_in_one_pass(write):
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"input_ids": [True, False, True]}, "wrong_type"),
-        ({"input_ids": [1, 2, 3], "labels": [-100, True, 3]}, "wrong_type"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, "bad_weight"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [0, -1, 1]}, "bad_weight"),
-    ],
-)
-def test_tokens_are_numbers_and_masks_are_switches(write, ready, dropped, row, reason):
-    data = ready(write([{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}, row]))
-    assert data.num_trained.tolist() == [2]
-    assert [entry["reason"] for entry in dropped()] == [reason]
-
-
-@pytest.mark.parametrize(
     "row", [{"text": "<s>plain"}, {"prompt": "<s>ask ", "completion": "plain"}]
 )
 def test_bos_in_a_text_is_not_doubled_by_the_tokenizer(row, tiny_tokenizer):

@@ -108,6 +108,8 @@ def test_text_prompt_and_tokens():
     assert parse_row({"prompt": "a", "completion": "b"}, "auto") == TextRow("b", prompt="a")
     tokens = parse_row({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "auto")
     assert tokens == TokenRow((5, 6, 7), (False, True, True))
+    masked = parse_row({"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}, "auto")
+    assert masked == tokens
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -130,19 +132,6 @@ def test_tool_calls_with_arguments_as_text_or_object(arguments):
         {"name": "f", "arguments": {"a": 1}, "id": "c1"},
     )
     assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
-
-
-def test_sharegpt_function_call_and_observation():
-    row = {
-        "conversations": [
-            {"from": "human", "value": "Q"},
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
-            {"from": "observation", "value": "T"},
-            {"from": "gpt", "value": "A"},
-        ]
-    }
-    roles = [message.role for message in parse_row(row, "auto").messages]
-    assert roles == ["user", "assistant", "tool", "assistant"]
 
 
 def test_columns_are_renamed():
@@ -172,10 +161,18 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("reason", BAD)
-def test_bad_rows_say_why(reason):
+BAD_TOKENS = [
+    ("wrong_type", {"input_ids": [True, False, True]}),
+    ("wrong_type", {"input_ids": [1, 2, 3], "labels": [-100, True, 3]}),
+    ("bad_weight", {"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}),
+    ("bad_weight", {"input_ids": [1, 2, 3], "loss_mask": [0, -1, 1]}),
+]
+
+
+@pytest.mark.parametrize(("reason", "row"), [*BAD.items(), *BAD_TOKENS])
+def test_bad_rows_say_why(reason, row):
     with pytest.raises(RowError) as error:
-        parse_row(BAD[reason], "auto")
+        parse_row(row, "auto")
     assert error.value.reason == reason
 
 

@@ -51,12 +51,10 @@ def test_json_array(write, indent):
 
 
 def test_json_array_across_chunks(write, monkeypatch):
-    import trainkit.data.files as reading
-
     rows = ROWS * 20
     path = write(json.dumps(rows).encode(), "x.json")
     for size in (2, 3, 7, 64):
-        monkeypatch.setattr(reading, "CHUNK_BYTES", size)
+        monkeypatch.setattr("trainkit.data.files.CHUNK_BYTES", size)
         assert [row for _, row in read(path)] == rows
 
 
@@ -78,14 +76,8 @@ def test_an_array_that_was_cut_is_an_error_with_a_line(write, text):
 def test_a_row_beyond_the_limit_is_passed_over(write, name):
     big = {"text": 'x"' * 5000}
     rows = [ROWS[0], big, ROWS[2]]
-    text = LINES if name == "none" else json.dumps(rows).encode()
-    if name == "x.jsonl":
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    assert [row for _, row in read(write(text, name), limit=1000)] == [
-        ROWS[0],
-        "row_too_large",
-        ROWS[2],
-    ]
+    path = write(rows, name) if name == "x.jsonl" else write(json.dumps(rows).encode(), name)
+    assert [row for _, row in read(path, limit=1000)] == [ROWS[0], "row_too_large", ROWS[2]]
 
 
 def test_a_row_of_exactly_the_limit_is_kept(write):

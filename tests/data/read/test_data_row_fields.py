@@ -216,7 +216,10 @@ def test_two_system_prompts_are_refused():
 
 @pytest.mark.parametrize(
     ("role", "ours"),
-    [("ai", "assistant"), ("AI", "assistant"), ("input", "user"), ("tool_result", "tool")],
+    [
+        *(("ai", "assistant"), ("AI", "assistant"), ("input", "user")),
+        *(("tool_result", "tool"), ("observation", "tool")),
+    ],
 )
 def test_roles_of_other_tools(role, ours):
     for speaker, text in (("role", "content"), ("from", "value")):

@@ -298,6 +298,8 @@ TEMPLATES = {
 REFUSED = {
     "twice": CHATML.replace("+ m.content", "+ m.content + m.content"),
     "counts": CHATML.replace("'<|im_end|>", "m.content|length|string + '<|im_end|>"),
+    "counts-the-last-turn": CHATML
+    + "{% if not add_generation_prompt %}{{ messages[-1].content|length }}{% endif %}",
     "reverse": CHATML.replace("in messages", "in messages|reverse"),
     "last-two": CHATML.replace("in messages", "in messages[-2:]"),
     "numbered-prompt": CHATML.replace("m.role +", "m.role + loop.index|string +").replace(

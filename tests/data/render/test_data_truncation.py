@@ -59,16 +59,11 @@ def test_right_cuts_tokens(write, ready, tiny_tokenizer):
     assert trained_texts(tiny_tokenizer, data[0])[-1] == "c" * 7
 
 
-def test_drop(write, ready, tiny_tokenizer):
+def test_a_row_that_just_fits_is_left_alone_and_a_longer_one_goes(write, ready, tiny_tokenizer):
     whole = tokens_of(tiny_tokenizer, ROW)
-    data = ready(write([ROW, chat("q", "a")]), max_length=whole - 2, truncation="drop")
-    assert data.summary["totals"]["dropped"] == 1
-
-
-def test_a_row_that_just_fits_is_left_alone(write, ready, tiny_tokenizer):
-    whole = tokens_of(tiny_tokenizer, ROW)
-    totals = ready(write([ROW]), max_length=whole, truncation="drop").summary["totals"]
-    assert (totals["cut"], totals["dropped"]) == (0, 0)
+    for room, dropped in ((0, 0), (-2, 1)):
+        data = ready(write([ROW, chat("q", "a")]), max_length=whole + room, truncation="drop")
+        assert (data.summary["totals"]["cut"], data.summary["totals"]["dropped"]) == (0, dropped)
 
 
 def test_turns_that_just_fit_are_kept(write, ready, tiny_tokenizer):

@@ -20,7 +20,7 @@ from trainkit.checkpoint.weights.companions import carry_companions
 from trainkit.checkpoint.weights.export import DTYPES, cast, dtype_named
 from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
-from trainkit.checkpoint.weights.writer import WeightsWriter
+from trainkit.checkpoint.weights.writer import write_tensors
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
 
@@ -77,10 +77,12 @@ def convert_model(
         metadata = {"kind": "conversion", "from": source_format, "to": target_format}
         with staged_directory(target, metadata=metadata) as staging:
             progress(f"writing {len(plan)} tensors")
-            dtypes, size = {info.name: info.dtype for info in plan}, options.max_shard_bytes
-            with WeightsWriter(staging, plan, max_shard_bytes=size) as writer:
-                for name, tensor in converted(source_format, target_format, geometry, reader.load):
-                    writer.write(name, cast(name, tensor, dtypes[name]))
+            dtypes = {info.name: info.dtype for info in plan}
+            tensors = (
+                (name, cast(name, tensor, dtypes[name]))
+                for name, tensor in converted(source_format, target_format, geometry, reader.load)
+            )
+            write_tensors(staging, plan, tensors, max_shard_bytes=options.max_shard_bytes)
             new_config = _new_config(config, target_format, geometry, plan)
             write_json(staging / "config.json", new_config)
             companions = carry_companions(source, staging, config, new_config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.plain_files import read_config, write_json
 from trainkit.checkpoint.weights.reader import TensorInfo
-from trainkit.checkpoint.weights.writer import WeightsWriter
+from trainkit.checkpoint.weights.writer import write_tensors
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
 
@@ -43,9 +43,8 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
 def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int) -> None:
     plan = list(source.tensors.values())
-    with WeightsWriter(directory, plan, max_shard_bytes=max_shard_bytes) as writer:
-        for info in plan:
-            writer.write(info.name, source.load(info.name))
+    tensors = ((info.name, source.load(info.name)) for info in plan)
+    write_tensors(directory, plan, tensors, max_shard_bytes=max_shard_bytes)
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

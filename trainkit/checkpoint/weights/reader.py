@@ -1,7 +1,7 @@
 """Reads weights one tensor at a time out of a directory that need not be trusted.
 
 safetensors checks a header against its file, and only the requested tensor is loaded. Pickles
-(``pytorch_model.bin``) go through torch's weights-only unpickler, which refuses to run code.
+(``pytorch_model.bin``) are not opened: they may hold code.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pickle
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, read_json
 from trainkit.errors import CheckpointError
+from trainkit.places import WEIGHTS
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -36,18 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-# What torch's weights-only unpickler raises on code, on damage, and on opcodes out of order.
-_UNPICKLING_FAILURES = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-)
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -84,21 +72,15 @@ def finite(name: str, tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 def refuse_not_finite(directory: Path) -> None:
     """Read all weights of a model or an adapter for what is not finite."""
-    adapter = any((directory / name).exists() for name in ADAPTER_WEIGHTS)
+    adapter = (directory / ADAPTER_WEIGHTS).exists()
     with adapter_file(directory) if adapter else WeightsReader(directory) as reader:
         for name in reader.tensors:
             reader.load(name)
 
 
 @contextlib.contextmanager
-def adapter_file(directory: Path) -> Iterator[SafetensorsFile | PickledFile]:
-    name = next((each for each in ADAPTER_WEIGHTS if (directory / each).exists()), None)
-    if name is None:
-        raise CheckpointError(f"{ADAPTER_WEIGHTS[0]} is missing", where=str(directory))
-    path = plain_file(directory, name)
-    with contextlib.closing(
-        SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
-    ) as file:
+def adapter_file(directory: Path) -> Iterator[SafetensorsFile]:
+    with contextlib.closing(SafetensorsFile(plain_file(directory, ADAPTER_WEIGHTS))) as file:
         yield file
 
 
@@ -133,70 +115,24 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
     return SafetensorsFile(path).tensors
 
 
-class PickledFile:
-    """One legacy torch file of tensors, read without running code from it."""
-
-    def __init__(self, path: Path) -> None:
-        """Unpickle, weights only; the data stays in the file where its layout permits."""
-        self.path = path
-        try:
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # the layout before torch 1.6, which cannot be mapped
-                content = torch.load(path, map_location="cpu", weights_only=True)
-        except _UNPICKLING_FAILURES as error:
-            wanted = re.search(r"GLOBAL (\S+)", str(error))  # torch's text says how to allow it
-            raise CheckpointError(
-                "this pickle is refused: it is damaged or holds more than plain tensors"
-                + (f"; it asks for {wanted[1]}" if wanted else ""),
-                where=str(path),
-                fix="ask for the weights as safetensors",
-            ) from None
-        if not isinstance(content, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor)
-            for name, tensor in content.items()
-        ):
-            raise CheckpointError("it holds more than named tensors", where=str(path))
-        self._content: dict[str, torch.Tensor] = content
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {
-            name: TensorInfo(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self._content.items()
-        }
-
-    def load(self, name: str) -> torch.Tensor:
-        tensor = self._content[name].detach().clone(memory_format=torch.contiguous_format)
-        return finite(name, tensor, self.path)
-
-    def close(self) -> None:
-        self._content = {}
-
-
 def weight_files(directory: Path) -> list[str]:
     """The files that a model directory's weights are loaded from, an index included."""
     files = find_weights(directory)
     shards = sorted({*files.values()})
-    stem = "model.safetensors" if shards[0].endswith(".safetensors") else "pytorch_model.bin"
-    return shards if "" in files else [f"{stem}.index.json", *shards]
+    return shards if "" in files else [WEIGHTS[1], *shards]
 
 
 def find_weights(directory: Path) -> dict[str, str]:
     """Tensor name to file name as the index says; without an index one nameless entry."""
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        index = f"{stem}{suffix}.index.json"
-        if (directory / index).exists():
-            return _read_index(directory, index, suffix)
-        if os.path.lexists(directory / f"{stem}{suffix}"):
-            return {"": f"{stem}{suffix}"}
-    raise CheckpointError(
-        "no weights: neither model.safetensors nor pytorch_model.bin nor an index of shards",
-        where=str(directory),
-    )
-
-
-def _read_index(directory: Path, index: str, suffix: str) -> dict[str, str]:
+    file, index = WEIGHTS
+    if not (directory / index).exists():
+        if os.path.lexists(directory / file):
+            return {"": file}
+        raise CheckpointError(
+            f"no weights: neither {file} nor an index of its shards",
+            where=str(directory),
+            fix="weights in another form: load them with transformers, and save_pretrained",
+        )
     content = read_json(plain_file(directory, index))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -205,10 +141,10 @@ def _read_index(directory: Path, index: str, suffix: str) -> dict[str, str]:
         if (
             not isinstance(file_name, str)
             or not is_plain_name(file_name)
-            or not file_name.endswith(suffix)
+            or not file_name.endswith(".safetensors")
         ):
             raise CheckpointError(
-                f"{index} sends {name!r} to {file_name!r}, which is not a *{suffix} file of "
+                f"{index} sends {name!r} to {file_name!r}, which is not a *.safetensors file of "
                 "the directory",
                 where=str(directory),
             )
@@ -216,25 +152,17 @@ def _read_index(directory: Path, index: str, suffix: str) -> dict[str, str]:
 
 
 class WeightsReader:
-    """The weights of a model directory: one file, or shards with an index.
-
-    Use it as a context manager. At most one pickled shard is held open at a time.
-    """
+    """The weights of a model directory: one file, or shards with an index; a context manager."""
 
     def __init__(self, directory: Path) -> None:
-        """Open every safetensors header; pickled shards are opened when needed.
-
-        Args:
-            directory: holds ``model.safetensors``, its sharded form, or the ``pytorch_model.bin``
-                forms.
-        """
+        """Open every header of ``model.safetensors`` or its sharded form."""
         self.directory = Path(directory)
-        self._open: dict[str, SafetensorsFile | PickledFile] = {}
+        self._open: dict[str, SafetensorsFile] = {}
         self.files = find_weights(self.directory)
         self._home: dict[str, str] = {}
         self._infos: dict[str, TensorInfo] = {}
         try:
-            for file_name in dict.fromkeys(self.files.values() if self.files else ()):
+            for file_name in dict.fromkeys(self.files.values()):
                 self._index_file(file_name)
         except BaseException:
             self.close()
@@ -251,7 +179,7 @@ class WeightsReader:
         return self._infos
 
     def load(self, name: str) -> torch.Tensor:
-        return self._file(self._home[name]).load(name)
+        return self._open[self._home[name]].load(name)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -259,7 +187,8 @@ class WeightsReader:
         self._open = {}
 
     def _index_file(self, file_name: str) -> None:
-        file = self._file(file_name)
+        file = SafetensorsFile(plain_file(self.directory, file_name))
+        self._open[file_name] = file
         listed = {name for name, home in self.files.items() if home == file_name}
         if listed != {""}:
             missing, extra = listed - file.tensors.keys(), file.tensors.keys() - listed
@@ -272,14 +201,3 @@ class WeightsReader:
         for name, info in file.tensors.items():
             self._home[name] = file_name
             self._infos[name] = info
-
-    def _file(self, file_name: str) -> SafetensorsFile | PickledFile:
-        if file_name not in self._open:
-            path = plain_file(self.directory, file_name)
-            if file_name.endswith(".safetensors"):
-                self._open[file_name] = SafetensorsFile(path)
-            else:
-                for name in [name for name in self._open if name.endswith(".bin")]:
-                    self._open.pop(name).close()
-                self._open[file_name] = PickledFile(path)
-        return self._open[file_name]
