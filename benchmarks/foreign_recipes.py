@@ -173,7 +173,7 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         found["training.lr_scheduler_type"] = str(getattr(named, "value", named))
         if found["training.lr_scheduler_type"] == "constant":
             found.pop("training.warmup_steps")
-    if cfg.get("adapter") and cfg.get("load_in_4bit"):
+    if found["lora.quantize"]:
         packs = cfg.get("quantize_moe_experts") or cfg.get("llama4_linearized_experts")
         found["lora.quantize_experts"] = bool(packs)
     if cfg.get("adapter"):

@@ -2,6 +2,7 @@
 
 import json
 
+import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -16,7 +17,7 @@ from trainkit.infer.locate import run_settings
 from trainkit.lora import LoraOptions, attach, quantization_config
 from trainkit.lora.report import describe_adapters
 from trainkit.models.linears import expert_parameters, num_weights
-from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4, states_of
+from trainkit.models.packed_experts import pack_experts, quantize_with_experts, states_of
 from trainkit.patching import patch
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "llama4_text", "glm4_moe")
@@ -30,22 +31,29 @@ def as_read(packed, plain):
             other = plain.get_submodule(name)
             for key, state in states_of(module).items():
                 codes = getattr(module, key)
-                if codes.dtype == torch.uint8:
-                    numbers = codes.view(torch.float8_e4m3fn).float() * state.scales
-                    getattr(other, key).copy_(numbers.view(state.shape))
-                else:
+                if not hasattr(state, "scales"):
                     getattr(other, key).copy_(dequantize_4bit(codes, state))
+                    continue
+                codes = codes.view(torch.float8_e4m3fn) if state.kind == "fp8" else codes
+                getattr(other, key).copy_((codes.float() * state.scales).view(state.shape))
             if type(module).__name__ == "Linear4bit":
                 other.weight.copy_(dequantize_4bit(module.weight, module.weight.quant_state))
+            if type(module).__name__ == "Linear8bitLt":
+                codes, scales = module.weight.CB, module.weight.SCB
+                other.weight.copy_(codes.float() * (scales[:, None] / 127))
     return plain
 
 
 def pack_nf4(model):
-    quantize_to_nf4(model, torch.device("cpu"), torch.float32)
+    quantize_with_experts(model, torch.device("cpu"), LoraOptions(quantize="nf4"))
+
+
+def pack_int8(model):  # the experts alone: linear layers round what they multiply, too
+    pack_experts(model, "int8", torch.device("cpu"))
 
 
 def pack_fp8(model):
-    assert "gate" in experts_to_fp8(model, torch.device("cpu"))
+    assert "gate" in pack_experts(model, "fp8", torch.device("cpu"))
 
 
 def pair(family, pack=pack_nf4, **options):
@@ -73,7 +81,7 @@ def step(model):
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("pack", [pack_nf4, pack_fp8])
+@pytest.mark.parametrize("pack", [pack_nf4, pack_int8, pack_fp8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_that_of_the_weights_that_the_codes_stand_for(family, pack, kernels):
     packed, plain = pair(family, pack)
@@ -105,9 +113,9 @@ def test_experts_without_adapters_are_read_too(experts):
 
 
 def test_four_bits_are_what_is_kept():
-    model = make("qwen3_moe")
+    model = make("qwen3_moe").bfloat16()
     weights = sum(p.numel() for p in expert_parameters(model).values())
-    quantize_to_nf4(model, torch.device("cpu"), torch.bfloat16)
+    pack_nf4(model)
     kept = expert_parameters(model).values()
     assert sum(map(num_weights, kept)) == weights
     assert sum(p.numel() * p.element_size() for p in kept) == weights // 2
@@ -115,26 +123,31 @@ def test_four_bits_are_what_is_kept():
     assert total["weights"] > weights
 
 
-def test_eight_bits_are_what_is_kept():
-    """A byte a weight, each within a sixteenth, and a scale a row; a stack that trains stays."""
+@pytest.mark.parametrize(("pack", "largest"), [(pack_int8, 127), (pack_fp8, 448)])
+def test_eight_bits_are_what_is_kept(pack, largest):
+    """A byte a weight and a scale a row; of fp8 each within a sixteenth; a stack that trains stays.
+
+    Of int8 the numbers are those that bitsandbytes reads from its own codes of each row.
+    """
     plain, model = make("qwen3_moe"), make("qwen3_moe")
-    pack_fp8(model)
+    pack(model)
+    read = as_read(model, make("qwen3_moe"))
     for name, codes in expert_parameters(model).items():
-        weight = plain.get_parameter(name)
-        assert (codes.dtype, codes.numel(), num_weights(codes)) == (torch.uint8,) + 2 * (
-            weight.numel(),
-        )
-        owner, _, key = name.rpartition(".")
-        state = states_of(model.get_submodule(owner))[key]
-        assert state.scales.shape == (weight.shape[0] * weight.shape[1], 1)
-        numbers = (codes.view(torch.float8_e4m3fn).float() * state.scales).view(weight.shape)
-        assert bool(
-            ((numbers - weight).abs() <= weight.abs() / 16 + weight.abs().max() / 448).all()
-        )
-    total = describe_adapters(attach(model, LoraOptions(r=4)))["storage"]["fp8"]
+        weight, numbers = plain.get_parameter(name), read.get_parameter(name)
+        size = weight.numel()
+        assert (codes.element_size(), codes.numel(), num_weights(codes)) == (1, size, size)
+        kind = codes.quant_state.kind
+        assert codes.quant_state.scales.shape == (weight.shape[0] * weight.shape[1], 1)
+        if kind == "int8":
+            rows = bitsandbytes.functional.int8_vectorwise_quant(weight.flatten(0, 1).half())
+            theirs = bitsandbytes.functional.int8_vectorwise_dequant(*rows[:2])
+            torch.testing.assert_close(numbers, theirs.view(weight.shape), rtol=1e-6, atol=0.0)
+        room = weight.abs() / 16 * (kind == "fp8") + weight.abs().max() / largest
+        assert bool(((numbers - weight).abs() <= room).all())
+    total = describe_adapters(attach(model, LoraOptions(r=4)))["storage"][kind]
     assert total["weights"] == sum(map(num_weights, expert_parameters(model).values()))
     kept = make("qwen3_moe")
-    experts_to_fp8(kept, torch.device("cpu"), ("experts",))
+    pack_experts(kept, kind, torch.device("cpu"), ("experts",))
     assert not any(map(states_of, kept.modules()))
 
 
@@ -156,23 +169,10 @@ def test_no_weight_in_full_lives_between_forward_and_backward(kernels):
     assert max(kept) < whole
 
 
-def as_bitsandbytes_loads(folder, quantize):
-    """A plain model with the weights that transformers' own loading rounds; experts stay."""
-    config = quantization_config(quantize, torch.bfloat16)
-    given = {"dtype": torch.bfloat16, "quantization_config": config}
-    packed = AutoModelForCausalLM.from_pretrained(folder, **given)
-    plain = as_read(packed, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    for name, module in packed.named_modules():
-        if type(module).__name__ == "Linear8bitLt":
-            codes, scales = module.weight.CB, module.weight.SCB
-            plain.get_submodule(name).weight.data = codes.float() * (scales[:, None] / 127)
-    return plain
-
-
 IN_PART = ["lora.quantize_skip=[layers.0]", "lora.quantize_head=true"]
 
 
-@pytest.mark.sample("nf4-more2", "int8-*", "fp8-*")
+@pytest.mark.sample("nf4-more2", "int8-more4", "int8-more6", "fp8-*")
 @pytest.mark.parametrize(
     ("quantize", "more"),
     [
@@ -180,6 +180,9 @@ IN_PART = ["lora.quantize_skip=[layers.0]", "lora.quantize_head=true"]
         ("nf4", ["lora.quantize_experts=false"]),
         ("nf4", IN_PART),
         ("int8", []),
+        ("int8", ["lora.quantize_experts=false"]),
+        ("nf4", ["lora.experts=false"]),
+        ("int8", ["lora.experts=false"]),
         ("fp8", []),
     ],
 )
@@ -197,8 +200,7 @@ def test_a_run_over_them_goes_on_and_is_merged(quantize, more, tmp_path, tiny_to
     assert files[0].read_bytes() == files[1].read_bytes()
     record = json.loads((project.root / "whole" / "kernels.json").read_text())
     lora = run_settings(project.root / "whole").lora
-    packs = lora.quantize_experts and quantize != "int8"
-    stacks = 2 * 8 * 3 * 32 * 16
+    packs, stacks = lora.quantize_experts, 2 * 8 * 3 * 32 * 16
     packed = record["adapters"]["storage"][quantize]["weights"]
     assert (packed >= stacks) == (packs and more != IN_PART)
     if more == IN_PART:  # a layer's experts and attention, and the head
@@ -210,12 +212,12 @@ def test_a_run_over_them_goes_on_and_is_merged(quantize, more, tmp_path, tiny_to
         said = trainkit(project.root, "generate", "whole", *asked)
         assert said.code == 0, said.err
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    if not packs:
-        plain = as_bitsandbytes_loads(tmp_path / "moe", quantize)
-    elif quantize == "nf4":  # what training saw; over fp8 an adapter is used on the plain base
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
-        quantize_to_nf4(base, torch.device("cpu"), torch.bfloat16, lora=lora)
-        plain = as_read(base, plain).float()
+    if quantize != "fp8":  # what training saw; over fp8 an adapter is used on the plain base
+        given = {} if packs else {"quantization_config": quantization_config(quantize)}
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16, **given)
+        if packs:
+            quantize_with_experts(base, torch.device("cpu"), lora)
+        plain = as_read(base, plain)
     wanted = PeftModel.from_pretrained(plain, project.root / "whole/final").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(project.root / "merged", dtype=torch.float32)
     for name, parameter in wanted.named_parameters():

@@ -12,7 +12,7 @@ from trainkit.cli.app import main
 from trainkit.errors import ModelError, PatchError, RecipeError, TrainkitError
 from trainkit.lora import attach
 from trainkit.models.linears import LINEARS, kind_of
-from trainkit.models.packed_experts import quantize_to_nf4
+from trainkit.models.packed_experts import quantize_with_experts
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import load_recipe
@@ -220,7 +220,7 @@ def test_a_layer_that_is_read_by_itself_where_it_is_packed_gives_what_its_codes_
     config.num_experts = 1  # of Jamba: layers that are no mixture
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain = copy.deepcopy(model)
-    quantize_to_nf4(model, torch.device("cpu"), torch.float32)
+    quantize_with_experts(model, torch.device("cpu"), LoraOptions(quantize="nf4"))
     packed = {
         name: module for name, module in model.named_modules() if kind_of(module) is LINEARS["nf4"]
     }

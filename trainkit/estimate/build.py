@@ -37,9 +37,9 @@ from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_linears, outside_text
-from trainkit.models.linears import expert_parameters, packed_kind, skipped_layers
+from trainkit.models.linears import LINEARS, expert_parameters, packed_kind, skipped_layers
 from trainkit.models.loss import LossOptions, configure
-from trainkit.models.packed_experts import Fp8State, put_codes, read_where_they_run, states_of
+from trainkit.models.packed_experts import RowState, put_codes, read_where_they_run, states_of
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
 from trainkit.models.proof.replica import code_signature, shorten_tower, signature, with_layers
@@ -315,17 +315,12 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     choose_parts(model, job.train)
     lora = LoraOptions() if job.adapters is None else job.adapters.options
     with torch.device("meta"):
-        if job.base == "nf4":
-            _pack(model, _nf4, frozenset(), lora)
+        if job.base in _PACKS:
+            make, codes_of = _PACKS[job.base]
+            _pack(model, make, job.in_fp8, lora)
             if lora.quantize_experts:
-                _pack_experts(model, lambda shape: (*_nf4_codes(shape), "absmax"), lora)
-            model.is_loaded_in_4bit = True
-        elif job.base == "int8":
-            _pack(model, _int8, frozenset(), lora)
-            model.is_loaded_in_8bit = True
-        elif job.base == "fp8":
-            _pack(model, _fp8, job.in_fp8, lora)
-            _pack_experts(model, _fp8_codes, lora)
+                _pack_experts(model, codes_of, lora)
+            model.is_loaded_in_4bit, model.is_loaded_in_8bit = job.base == "nf4", job.base == "int8"
         if job.upcast:
             for parameter in model.parameters():
                 if not hasattr(parameter, "quant_state"):
@@ -403,8 +398,8 @@ def _pack(model: Any, make: Any, roles: frozenset[str], lora: LoraOptions) -> No
         setattr(model.get_submodule(parent), last, make(module))
 
 
-def _nf4_codes(shape: torch.Size) -> tuple[Tensor, Any]:
-    """Of weights of a shape: codes, and the state that they are read with."""
+def _nf4_codes(shape: torch.Size) -> tuple[Tensor, Any, str]:
+    """Of weights of a shape: codes, the state that they are read with, and where it has scales."""
     import bitsandbytes as bnb
 
     numbers = shape.numel()
@@ -417,19 +412,18 @@ def _nf4_codes(shape: torch.Size) -> tuple[Tensor, Any]:
         absmax=torch.empty(blocks, dtype=torch.uint8), shape=shape, code=torch.empty(16),
         blocksize=64, quant_type="nf4", dtype=torch.bfloat16, offset=torch.empty(()), state2=inner,
     )  # fmt: skip
-    return torch.empty(-(-numbers // 4), 1, dtype=torch.bfloat16), state
+    return torch.empty(-(-numbers // 4), 1, dtype=torch.bfloat16), state, "absmax"
+
+
+def _empty(linear: nn.Linear, kind: str) -> Any:
+    make: Any = LINEARS[kind].pack
+    return make(linear, torch.device("meta"), torch.bfloat16)
 
 
 def _nf4(linear: nn.Linear) -> nn.Module:
     """Bitsandbytes' layer, with storage and state as it makes them."""
-    import bitsandbytes as bnb
-
-    outputs, inputs = linear.weight.shape
-    packed = bnb.nn.Linear4bit(
-        inputs, outputs, linear.bias is not None, torch.bfloat16, quant_type="nf4",
-        quant_storage=torch.bfloat16,
-    )  # fmt: skip
-    codes, state = _nf4_codes(linear.weight.shape)
+    packed = _empty(linear, "nf4")
+    codes, state, _ = _nf4_codes(linear.weight.shape)
     storage: Any = nn.Parameter(codes, False)
     inner = state.state2
     storage.quant_state, storage.quant_type, storage.compress_statistics = state, "nf4", True
@@ -444,12 +438,10 @@ def _nf4(linear: nn.Linear) -> nn.Module:
 
 def _int8(linear: nn.Linear) -> nn.Module:
     """Bitsandbytes' layer without outliers, whose number depends on the rows."""
-    import bitsandbytes as bnb
-
-    outputs, inputs = linear.weight.shape
-    packed: Any = bnb.nn.Linear8bitLt(inputs, outputs, False, has_fp16_weights=False)
-    packed.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), False)
-    packed.state.CB, packed.state.SCB = packed.weight.data, torch.empty(outputs)
+    packed = _empty(linear, "int8")
+    packed.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=torch.int8), False)
+    packed.state.threshold, packed.state.CB = 0.0, packed.weight.data
+    packed.state.SCB = torch.empty(linear.out_features)
     packed.weight.CB, packed.bias = None, linear.bias
     return packed
 
@@ -466,11 +458,18 @@ def _fp8(linear: nn.Linear) -> nn.Module:
     return packed
 
 
-def _fp8_codes(shape: torch.Size) -> tuple[Tensor, Any, str]:
-    """Of a stack of a shape: codes, the state that they are read with, and where it has scales."""
-    rows = shape[:-1].numel()
-    state = Fp8State(torch.empty(rows, 1), shape, torch.bfloat16)
-    return torch.empty(rows, shape[-1], dtype=torch.uint8), state, "scales"
+def _row_codes(kind: str, shape: torch.Size) -> tuple[Tensor, Any, str]:
+    rows, dtype = shape[:-1].numel(), torch.int8 if kind == "int8" else torch.uint8
+    state = RowState(kind, torch.empty(rows, 1), shape, torch.bfloat16)
+    return torch.empty(rows, shape[-1], dtype=dtype), state, "scales"
+
+
+_PACKS: dict[str, tuple[Any, Any]] = {
+    "nf4": (_nf4, _nf4_codes),
+    "int8": (_int8, functools.partial(_row_codes, "int8")),
+    "fp8": (_fp8, functools.partial(_row_codes, "fp8")),
+}
+"""By what a base is kept in: a layer, and the codes of a stack of a shape."""
 
 
 def _train_in_fp8(model: Any, job: Job) -> list[Tensor]:

@@ -106,18 +106,15 @@ def pack(model: Any, lora: LoraOptions, device: torch.device, run: Path | None) 
     Without ``run`` every layer that fits is packed.
     """
     from trainkit.lora.quant import refuse_unfit_device  # only here: most models are not packed
+    from trainkit.models.packed_experts import pack_experts, quantize_with_experts
 
     quantize = str(lora.quantize)
     refuse_unfit_device(quantize, device)
     convert = packed_kind(quantize).convert
-    if convert is None:  # nf4, whose experts are packed with the rest
-        from trainkit.models.packed_experts import quantize_to_nf4
-
-        quantize_to_nf4(model, device, model.dtype, lora=lora)
+    if convert is None:  # its experts are packed with the rest
+        quantize_with_experts(model, device, lora)
         return model.to(device)
-    from trainkit.models.packed_experts import experts_to_fp8
-
-    routers = experts_to_fp8(model, device)
+    routers = pack_experts(model, quantize, device)
     convert(model, device, [*_left_in_16_bits(model, run), *routers])
     return model.to(device)
 

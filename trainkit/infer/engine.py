@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from trainkit.auto_class import empty_model
 from trainkit.checkpoint.weights.adapter import is_of_text_alone, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
 from trainkit.checkpoint.weights.reader import refuse_not_finite
@@ -323,7 +324,8 @@ def load_engine(
 
         if lora.quantize != quantize:
             lora = LoraOptions(quantize=quantize)
-        packs = lora.quantize_experts and packs_experts(source, quantize)
+        empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
+        packs = packs_experts(empty, lora)
         late = packed_kind(quantize).convert is not None or packs
         packing = (
             None if late else quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))

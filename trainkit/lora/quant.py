@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.lora.read_weights import read_weights
@@ -17,8 +17,7 @@ from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters, packed_kind, skipped_layers
 from trainkit.models.loading import load_model, move
-from trainkit.models.packed_experts import experts_to_fp8, quantize_to_nf4
-from trainkit.models.tokenizer import load_config
+from trainkit.models.packed_experts import pack_experts, quantize_with_experts
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL
@@ -33,23 +32,10 @@ def refuse_unfit_device(quantize: str, device: torch.device) -> None:
         raise RecipeError(reason, where="lora.quantize", fix="set lora.quantize: nf4, or remove it")
 
 
-def packs_experts(source: ModelOptions, quantize: str) -> bool:
+def packs_experts(empty: nn.Module, lora: LoraOptions) -> bool:
     """Whether there are experts to pack, which transformers' own loading leaves as they are."""
-    if not packed_kind(quantize).packs_experts:
-        return False
-    empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
-    return bool(expert_parameters(empty))
-
-
-def base_with_packed_experts(
-    source: ModelOptions, lora: LoraOptions, device: torch.device, attention: str
-) -> PreTrainedModel:
-    """Read on the host and packed layer by layer: the device never holds it in 16 bits."""
-    model: Any = load_model(source, attention=attention)
-    kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
-    quantize_to_nf4(model, device, model.dtype, kept, lora)
-    found: PreTrainedModel = model.to(device)
-    return found
+    packs = lora.quantize_experts and packed_kind(str(lora.quantize)).packs_experts
+    return packs and bool(expert_parameters(empty))
 
 
 def refuse_unpackable(model: PreTrainedModel, lora: LoraOptions) -> None:
@@ -83,15 +69,18 @@ def packed_base(
     device: torch.device,
     attention: str,
 ) -> tuple[PreTrainedModel, Fp8Choice | None]:
-    convert: Any = packed_kind(str(lora.quantize)).convert
+    """Read on the host and packed layer by layer: the device never holds it in 16 bits."""
+    convert = packed_kind(str(lora.quantize)).convert
     # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
     with made_whole():
         model: Any = load_model(source, attention=attention)
     kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
+    if convert is None:
+        quantize_with_experts(model, device, lora, kept)
+        return model.to(device), None
     # All of them: what is measured are linear layers.
-    kept += experts_to_fp8(model, device, kept)
+    kept += pack_experts(model, "fp8", device, kept)
     if fp8 is None:
-        # Read on the host and packed layer by layer: the device never holds it in 16 bits.
         convert(model, device, kept)
         return model.to(device), None
     if fp8.options.loss_budget != ALL:

@@ -40,13 +40,13 @@ class LinearKind:
         num_weights: how many weights a parameter of this kind stands for, where that is not its
             elements; None for another kind's.
         loading: the ``quantization_config`` for ``from_pretrained`` by compute dtype, or None.
+        pack: one layer for a device and a compute dtype, where ``loading`` leaves experts plain.
         prepare: makes a loaded layer fit for training, where it is not.
         convert: packs a model that was loaded as it is saved, given the device that the codes go to
             and the names to leave out; for a kind without ``loading``.
         adapter: the name of peft's class for a layer of this kind with an adapter.
         packages: what the kind's numbers depend on, beyond torch.
         quantizes_rows: whether its forward product takes its input's rows in e4m3.
-        packs_experts: whether experts in stacks can be kept so, too.
     """
 
     name: str
@@ -54,16 +54,21 @@ class LinearKind:
     unpacker: Callable[[Any], Unpack | None] | None
     num_weights: Callable[[nn.Parameter], int | None] = lambda parameter: None
     loading: Callable[[torch.dtype], Any] | None = None
+    pack: Callable[[nn.Linear, torch.device, torch.dtype], nn.Module] | None = None
     prepare: Callable[[Any], None] | None = None
     convert: Callable[[nn.Module, torch.device, Collection[str]], None] | None = None
     adapter: str = "Linear"
     packages: tuple[str, ...] = ()
     quantizes_rows: bool = False
-    packs_experts: bool = False
 
     @property
     def packs(self) -> bool:
         return self.loading is not None or self.convert is not None
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether experts in stacks are kept so, too."""
+        return self.pack is not None or self.convert is not None
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
@@ -235,6 +240,28 @@ def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
+def _nf4_pack(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    import bitsandbytes as bnb
+
+    options: dict[str, Any] = {"quant_type": "nf4", "quant_storage": dtype}
+    size = (linear.in_features, linear.out_features, False, dtype)
+    packed = bnb.nn.Linear4bit(*size, device="meta", **options)
+    weight = linear.weight.detach().to(dtype)
+    packed.weight = bnb.nn.Params4bit(weight, False, module=packed, **options).to(device)
+    return packed
+
+
+def _int8_pack(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    import bitsandbytes as bnb
+
+    _int8_loading(dtype)
+    options: dict[str, Any] = {"has_fp16_weights": False, "threshold": 6.0}
+    size = (linear.in_features, linear.out_features, False)
+    packed = bnb.nn.Linear8bitLt(*size, device="meta", **options)
+    packed.weight = bnb.nn.Int8Params(linear.weight.detach().to(dtype), False).to(device)
+    return packed
+
+
 def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Rounded from fp16, as it multiplies: each call would warn of a cast."""
     del compute_dtype
@@ -275,10 +302,10 @@ LINEARS: Mapping[str, LinearKind] = {
             _nf4_unpacker,
             _nf4_num_weights,
             _nf4_loading,
+            _nf4_pack,
             _nf4_prepare,
             adapter="Linear4bit",
             packages=("bitsandbytes",),
-            packs_experts=True,
         ),
         LinearKind(
             "int8",  # LLM.int8: the rows of the input in int8, too, but for columns of outliers
@@ -286,6 +313,7 @@ LINEARS: Mapping[str, LinearKind] = {
             unpacker=None,
             num_weights=lambda p: p.numel() if type(p).__name__ == "Int8Params" else None,
             loading=_int8_loading,
+            pack=_int8_pack,
             adapter="Linear8bitLt",
             packages=("bitsandbytes",),
         ),
@@ -295,7 +323,6 @@ LINEARS: Mapping[str, LinearKind] = {
             unpacker=lambda linear: linear.reader(),
             convert=_quantize_to_fp8,
             quantizes_rows=True,
-            packs_experts=True,
         ),
         LinearKind(
             "fp8_trained",  # 16 bits, multiplied in 8; see `models.fp8`

@@ -1,10 +1,10 @@
 """Experts of a frozen base in 4 or 8 bits: codes instead of each stack, read when it is used.
 
-A stack's parameter keeps its name and holds bitsandbytes' nf4 codes, or codes in e4m3 with a scale
-for each row; how they are read lies next to it, on the module. The kernel of experts reads a stack
-in its forward pass and again in its backward pass. Whatever else runs (Hugging Face's loop, peft's
-adapters) finds the weights as they were while the module runs, and runs again in the backward pass:
-no copy in 16 bits lives between the two.
+A stack's parameter keeps its name and holds bitsandbytes' nf4 codes, or codes in int8 or e4m3 with
+a scale for each row; how they are read lies next to it, on the module. The kernel of experts reads
+a stack in its forward pass and again in its backward pass. Whatever else runs (Hugging Face's loop,
+peft's adapters) finds the weights as they were while the module runs, and runs again in the
+backward pass: no copy in 16 bits lives between the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trainkit.kernels.fp8.linear import Fp8Weight
 from trainkit.models.frozen import outside_linears
 from trainkit.models.linears import (
     expert_parameters,
+    packed_kind,
     prepare_for_training,
     read_nf4,
     skipped_layers,
@@ -37,76 +38,74 @@ _STATES = "_packed_stacks"
 """On a module: how the codes of each of its stacks are read."""
 
 
-def quantize_to_nf4(
-    model: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    kept: Collection[str] = (),
-    lora: LoraOptions | None = None,
+def quantize_with_experts(
+    model: Any, device: torch.device, lora: LoraOptions, kept: Collection[str] = ()
 ) -> None:
     """Pack a loaded model's linear layers and experts, layer by layer, in place.
 
     Args:
         model: with plain weights, on the host.
         device: where the codes go.
-        dtype: that the weights are read in.
+        lora: nf4 or int8, what else stays as it is, and whether the head does not.
         kept: the last names of modules that stay as they are, as routers and the head do.
-        lora: what else stays as it is, and whether the head does not.
     """
-    import bitsandbytes as bnb
     from transformers.quantizers.base import _assign_is_quantized
 
     _assign_is_quantized(model)  # some classes have a branch for codes
-    lora = lora or LoraOptions()
+    kind: Any = packed_kind(str(lora.quantize))
     head = None if lora.quantize_head else model.get_output_embeddings()
     stay = {*kept, *ROUTERS, *outside_linears(model), *skipped_layers(model, lora.quantize_skip)}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if type(module) is not nn.Linear or module is head or last in stay or name in stay:
             continue
-        packed = bnb.nn.Linear4bit(
-            module.in_features, module.out_features, module.bias is not None, dtype,
-            compress_statistics=True, quant_type="nf4", quant_storage=dtype, device="meta",
-        )  # fmt: skip
-        codes = bnb.nn.Params4bit(
-            module.weight.detach().to(dtype), requires_grad=False, compress_statistics=True,
-            quant_type="nf4", quant_storage=dtype, module=packed,
-        )  # fmt: skip
-        packed.weight, packed.bias = codes.to(device), module.bias
+        packed = kind.pack(module, device, model.dtype)
+        packed.bias = module.bias
         setattr(model.get_submodule(parent), last, packed)
-    for name, parameter in list(expert_parameters(model).items()):
-        owner, _, key = name.rpartition(".")
-        if owner in stay:
-            continue
-        weight = parameter.detach().to(device=device, dtype=dtype).contiguous()
-        codes, state = bnb.functional.quantize_4bit(
-            weight, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=dtype
-        )
-        put_codes(model.get_submodule(owner), key, codes, state)
-    read_where_they_run(model)
+    pack_experts(model, kind.name, device, stay)
     prepare_for_training(model)
-    model.is_loaded_in_4bit = True  # peft's adapters then take the layers for what they are
+    model.is_loaded_in_4bit = kind.name == "nf4"  # peft then takes the layers for what they are
+    model.is_loaded_in_8bit = kind.name == "int8"
 
 
 @dataclass
-class Fp8State:
-    """How codes in e4m3, uint8 (rows, columns), are read as a stack.
+class RowState:
+    """How codes of a byte, (rows, columns), are read as a stack.
 
     Attributes:
-        scales: (rows, 1) fp32, powers of two.
+        kind: int8, or fp8: e4m3, as uint8.
+        scales: (rows, 1) fp32; of fp8 powers of two.
     """
 
-    kind: ClassVar[str] = "fp8"
-
+    kind: str
     scales: Tensor
     shape: torch.Size
     dtype: torch.dtype
 
 
-def experts_to_fp8(
-    model: nn.Module, device: torch.device, kept: Collection[str] = ()
+def _codes(kind: str, weight: Tensor) -> tuple[Tensor, Any]:
+    """Of a stack on its device: what is stored, and how it is read."""
+    if kind == "nf4":
+        from bitsandbytes.functional import quantize_4bit
+
+        options: dict[str, Any] = {"compress_statistics": True, "quant_storage": weight.dtype}
+        return quantize_4bit(weight.contiguous(), blocksize=64, quant_type="nf4", **options)
+    rows = weight.reshape(-1, weight.shape[2])
+    if kind == "int8":  # each row from fp16, as bitsandbytes rounds a linear layer's
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        codes, largest, _ = int8_vectorwise_quant(rows.half())
+        scales = largest[:, None] / 127
+    else:
+        codes, scales = fp8_quantize(rows)
+        codes = codes.view(torch.uint8)
+    return codes, RowState(kind, scales, weight.shape, weight.dtype)
+
+
+def pack_experts(
+    model: Any, kind: str, device: torch.device, kept: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Keep a loaded model's experts in e4m3, stack by stack, in place.
+    """Keep a loaded model's experts as codes, stack by stack, in place.
 
     Returns:
         What else is to stay as it is: the last names of routers, where there are experts.
@@ -114,12 +113,9 @@ def experts_to_fp8(
     stacks = expert_parameters(model)
     for name, parameter in stacks.items():
         owner, _, key = name.rpartition(".")
-        if not {owner, owner.rpartition(".")[2]}.isdisjoint(kept):
-            continue
-        weight = parameter.detach().to(device)
-        codes, scales = fp8_quantize(weight.reshape(-1, weight.shape[2]))
-        state = Fp8State(scales, weight.shape, weight.dtype)
-        put_codes(model.get_submodule(owner), key, codes.view(torch.uint8), state)
+        if {owner, owner.rpartition(".")[2]}.isdisjoint(kept):
+            codes, state = _codes(kind, parameter.detach().to(device, model.dtype))
+            put_codes(model.get_submodule(owner), key, codes, state)
     read_where_they_run(model)
     return tuple(ROUTERS) if stacks else ()
 
@@ -146,9 +142,12 @@ def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
 
 
 def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    if isinstance(state, Fp8State):
+    if not isinstance(state, RowState):
+        return read_nf4(codes, state, dtype)
+    if state.kind == "fp8":
         return Fp8Weight(state.scales)(codes, dtype).view(state.shape)
-    return read_nf4(codes, state, dtype)
+    weight = torch.empty_like(codes, dtype=dtype)
+    return torch.mul(codes, state.scales, out=weight).view(state.shape)
 
 
 def with_shapes(model: nn.Module) -> AbstractContextManager[None]:

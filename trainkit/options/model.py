@@ -464,7 +464,7 @@ class LoraOptions(Section):
         "multiplied so.",
     )
     quantize_experts: bool = Field(
-        True, description="nf4 and fp8 keep a mixture's experts so, too; int8 never does."
+        True, description="A mixture's experts are kept so, too; of int8 their weights alone."
     )
     quantize_skip: Names = Field(
         default_factory=list,

@@ -26,7 +26,6 @@ from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.frozen import freeze
 from trainkit.models.linears import (
     count_parameters,
-    expert_parameters,
     kind_of,
     num_weights,
     packed_kind,
@@ -239,8 +238,7 @@ def _loaded(
         with made_whole():
             empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
             quant.refuse_unpackable(empty, lora)
-            packs = packed_kind(quantize).packs_experts and lora.quantize_experts
-            packs_experts = packs and bool(expert_parameters(empty))
+            packs_experts = quant.packs_experts(empty, lora)
         if packs_experts and (place is None or reads_parts is not None):
             raise RecipeError(
                 f"experts in {quantize} are whole on each GPU: codes of a stack have not been "
@@ -248,10 +246,8 @@ def _loaded(
                 where="lora.quantize",
                 fix="set parallel.shard: zero2 or none; or remove lora.quantize",
             )
-        if packed_kind(quantize).convert is not None:
+        if packs_experts or packed_kind(quantize).convert is not None:
             return quant.packed_base(source, lora, fp8, device, attention)
-        if packs_experts:
-            return quant.base_with_packed_experts(source, lora, device, attention), None
         quantization = quantization_config(quantize, dtype_of(source))
     # Adapters may begin from the base's weights, or be around more than its linear maps.
     reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)

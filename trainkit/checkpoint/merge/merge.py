@@ -130,9 +130,11 @@ def merge_adapter(
         packing = _packing(base, config, options)
         dtype = dtype_named(options.dtype)
         by_peft = needs_the_model(adapter, reader.tensors)
+        if packing is not None and packing.base == "dequantized":  # files hold experts one by one
+            by_peft |= not packing.names <= reader.tensors.keys()
         merged: MergedWeights | PeftWeights
         if by_peft:
-            progress("loading the base: the adapter changes weights that its files split or rename")
+            progress("loading the base: its files split or rename weights that change")
             alone = is_of_text_alone(adapter.directory)
             loaded = whole_model(base, trust_remote_code=trusted, alone=alone, dtype=torch.float32)
             merged = PeftWeights(reader, loaded, adapter, dtype=dtype, packing=packing)
@@ -196,7 +198,6 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
     names = quantized_names(
         base,
         options.lora,
-        experts=options.lora.quantize_experts and options.quantize != "int8",
         trust_remote_code=options.trust_remote_code,
     )
     return Packing(options.quantize, names, dtype, options.base)

@@ -5,7 +5,7 @@ computes the update in the adapter's dtype and adds it in the base's, which roun
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +29,11 @@ def quantized_names(
     directory: Path,
     lora: LoraOptions | None = None,
     *,
-    experts: bool = True,
     trust_remote_code: bool = False,
 ) -> set[str]:
-    """The weights that a quantised base packs: those of linear layers, as ``lora`` says.
+    """The weights that a quantised base packs: of linear layers and experts, as ``lora`` says.
 
-    And, with ``experts``, theirs, where routers stay as they are. The model is built without
-    memory.
+    Where it packs experts, routers stay as they are. The model is built without memory.
     """
     from transformers import AutoConfig
 
@@ -49,7 +47,7 @@ def quantized_names(
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if experts and parameter.dim() == 3 and holds_experts(name, module)
+        if lora.quantize_experts and parameter.dim() == 3 and holds_experts(name, module)
         if not has_part(name, lora.quantize_skip)
     }
     stay = ROUTERS if stacks else ()
@@ -76,7 +74,7 @@ def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
 def through_int8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """Round each row to 8 bits, from fp16 as bitsandbytes does; what its products stand for."""
     rows = weight.to(compute_dtype).half().float()
-    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = rows.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (rows * (127.0 / scales)).round() * (scales / 127.0)
 
 
@@ -137,7 +135,7 @@ class Packing:
     """
 
     quantize: str
-    names: Collection[str]
+    names: set[str]
     compute_dtype: torch.dtype
     base: Base
 
