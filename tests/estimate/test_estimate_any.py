@@ -203,14 +203,12 @@ def test_a_base_in_int8_is_a_byte_a_weight_and_experts_are_as_they_are_kept(said
     more = part["by_owner"]["weights"] - whole["by_owner"]["weights"]
     assert more == pytest.approx(16 * 1024 * 4096 * (2 - NF4) / 2**30, rel=0.02)
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 8192}
-    words = ("lora.r=8", "lora.experts=false", "lora.quantize=nf4")
-    packed, apart = (
-        said({**MODEL, **moe, "num_experts_per_tok": 2}, *words, f"lora.quantize_experts={value}")
-        for value in ("true", "false")
-    )
-    stacks = 2 * 8 * 3 * 64 * 8192 / 2**30
-    more = apart["by_owner"]["weights"] - packed["by_owner"]["weights"]
-    assert 1.3 * stacks < more < 1.6 * stacks  # 2 bytes of each for half of one
+    moe, stacks = {**MODEL, **moe, "num_experts_per_tok": 2}, 2 * 8 * 3 * 64 * 8192 / 2**30
+    words = ("lora.r=8", "lora.experts=false")
+    for kind, taken in (("nf4", 0.5), ("int8", 1.0)):  # bytes of each instead of 2
+        both = (f"lora.quantize={kind} lora.quantize_experts={x}".split() for x in (True, False))
+        packed, apart = (said(moe, *words, *each)["by_owner"]["weights"] for each in both)
+        assert apart - packed == pytest.approx((2 - taken) * stacks, rel=0.1)
 
 
 def test_what_fails_on_shapes_is_raised_and_not_logged(caplog):
