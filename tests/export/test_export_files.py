@@ -201,9 +201,13 @@ def test_the_modelfile_has_the_trained_template_and_stops(exported):
     assert certificate["adapter"]["effect_nats"] > 10 * answers["divergence_nats"]
 
 
-@pytest.mark.parametrize("names", [(), ("experts.down_proj",)], ids=["all", "down alone"])
+@pytest.mark.parametrize(
+    ("names", "experts"),
+    [((), "auto"), ((), "split"), (("experts.down_proj",), "auto")],
+    ids=["all", "split", "down alone"],
+)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
-def test_experts_adapters_are_named_as_servers_read_them(model_type, names, tmp_path):
+def test_experts_adapters_are_named_as_servers_read_them(model_type, names, experts, tmp_path):
     """One A and B for each expert's weight; with them each weight is the one that peft merges.
 
     vLLM and SGLang look for `experts.N.gate_proj` and so on, and want all three of each expert.
@@ -217,22 +221,27 @@ def test_experts_adapters_are_named_as_servers_read_them(model_type, names, tmp_
     base = make(model_type)
     base.save_pretrained(tmp_path / "base")
     plain = {name: weight.clone() for name, weight in base.state_dict().items()}
-    options = LoraOptions(r=4, alpha=12)
+    options = LoraOptions(r=4, alpha=12, experts=experts, use_rslora=experts == "split")
     if names:
         options = LoraOptions(r=4, target_modules=("q_proj",), target_parameters=names)
     model = attach(base, options)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, 0, 0.1)
+        if experts == "split" and "experts.base_layer.lora_B" in name:
+            gate, up = parameter.data.chunk(2)
+            gate[:, gate.shape[1] // 2 :] = up[:, : up.shape[1] // 2] = 0
     model.save_pretrained(tmp_path / "adapter")
     served = served_adapter(tmp_path / "adapter", ModelOptions(str(tmp_path / "base")))
     said = "; ".join(unserved(served, model_type))
     assert ("gate, up and down of every expert" in said) == bool(names)
     assert bool(said) == bool(names)
     merged = model.merge_and_unload().state_dict()
-    experts = [name for name in served.modules if ".experts." in name]
-    assert len(experts) == 2 * 4 * (1 if names else 3)
-    for name in experts:
+    of_experts = [name for name in served.modules if ".experts." in name]
+    assert len(of_experts) == 2 * 4 * (1 if names else 3)
+    if experts == "split":
+        assert {served.modules[name].down.shape[0] for name in of_experts} == {4}
+    for name in of_experts:
         stack, _, rest = name.partition(".experts.")
         number, leaf = rest.split(".")
         fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families.survey import build
 from project import make_project
+from safetensors.torch import load_file
 from train.router_cases import make_moe
 
 from trainkit.errors import ModelError, TrainkitError
@@ -237,19 +238,35 @@ def on_one(tmp_path_factory, tiny_tokenizer):
     def figures(name, *words, num_ranks=1):
         words += ("model.dtype=float32", "model.router_aux_loss=1.0", "model.router_z_loss=0.1")
         words += ("training.max_steps=3", "global_batch_size=8", "training.save_strategy=no")
-        words += ("training.per_device_train_batch_size=2", "--output-dir", name)
-        assert project.sft("--config", "r.yaml", *words, num_ranks=num_ranks).code == 0
+        words += ("training.per_device_train_batch_size=2", "training.weight_decay=0.1")
+        words += ("--output-dir", name)
+        said = project.sft("--config", "r.yaml", *words, num_ranks=num_ranks)
+        assert said.code == 0, said.err
         lines = (project.root / name / "metrics.jsonl").read_text().splitlines()
         keys = ("loss", "grad_norm", "router_loss", "router_z_loss")
         return [[row[key] for key in keys] for row in map(json.loads, lines) if "loss" in row]
 
-    return figures, figures("one")
+    wanted = {each: figures(each, f"lora.experts={each}") for each in ("auto", "split")}
+    return project.root, figures, wanted
 
 
-@pytest.mark.parametrize("spread", ["none", "zero2", "zero3", "fsdp2"])
-def test_two_ranks_train_adapters_of_experts_as_one_does(spread, on_one):
-    figures, wanted = on_one
-    found = figures(spread, f"parallel.shard={spread}", num_ranks=2)
+@pytest.mark.parametrize(
+    ("spread", "experts"),
+    [
+        *((each, "auto") for each in ("none", "zero2", "zero3", "fsdp2")),
+        *((each, "split") for each in ("zero2", "zero3", "fsdp2")),
+    ],
+)
+def test_two_ranks_train_adapters_of_experts_as_one_does(spread, experts, on_one):
+    root, figures, wanted = on_one
+    name = f"{spread}-{experts}"
+    words = (f"parallel.shard={spread}", f"lora.experts={experts}")
+    found, wanted = figures(name, *words, num_ranks=2), wanted[experts]
     assert len(found) == 3
+    saved = load_file(root / name / "final" / "adapter_model.safetensors")
+    inner = [b for at, b in saved.items() if ".experts.base_layer.lora_B" in at]
+    blocks = [b.chunk(2)[0].chunk(2, 1)[1] for b in inner]
+    assert any(bool(each.any()) for each in blocks) == (experts == "auto")
+    assert all(bool(each.any()) for each in inner)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4)

@@ -5,11 +5,14 @@ it would pass over in silence (a scale of its own for some modules, modules that
 for) is an error here.
 """
 
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trainkit.auto_class import empty_model
 from trainkit.checkpoint.weights.adapter import (
@@ -18,6 +21,7 @@ from trainkit.checkpoint.weights.adapter import (
     adapter_from_tensors,
     read_adapter,
     read_adapter_config,
+    scaling_of,
 )
 from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json, write_json
@@ -125,6 +129,7 @@ def served_adapter(directory: Path, base: ModelOptions) -> Adapter:
     stacks = expert_parameters(empty_model(load_config(base), trust_remote_code=False))
     with adapter_file(directory) as file:
         tensors = {key: file.load(key) for key in file.tensors}
+    split: set[str] = set()
     for key in list(tensors):
         name = key.partition(".lora_A.")[0].removeprefix(PREFIX).replace(".base_layer", "")
         sizes = {leaf: stacks.get(f"{name}.{leaf}") for leaf in ("gate_up_proj", "down_proj")}
@@ -139,14 +144,36 @@ def served_adapter(directory: Path, base: ModelOptions) -> Adapter:
         del tensors[key.replace(".lora_A.", ".lora_B.")]
         downs, ups = down.view(number, -1, shape[1]), up.view(shape[0], -1, number).permute(2, 0, 1)
         leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
-        for part, own in zip(leaves, ups.chunk(len(leaves), 1), strict=True):
+        owns, parts = ups.chunk(len(leaves), 1), [downs] * 2
+        if _is_split(f"{name}.{leaf}", downs, owns, config, directory):
+            split.add(leaf)
+            parts = [*downs.chunk(2, 1)]
+            owns = owns[0].chunk(2, 2)[0], owns[1].chunk(2, 2)[1]
+        for part, down, own in zip(leaves, parts, owns, strict=False):
             for expert in range(number):
                 at = f"{PREFIX}{name}.{expert}.{part}"
-                tensors[f"{at}.lora_A.weight"] = downs[expert].clone()
+                tensors[f"{at}.lora_A.weight"] = down[expert].clone()
                 tensors[f"{at}.lora_B.weight"] = own[expert].contiguous()
+    for pattern in ("rank_pattern", "alpha_pattern"):  # each half has the rank of all others
+        held = (config.get(pattern) or {}).items()
+        config[pattern] = {at: each for at, each in held if not any(leaf in at for leaf in split)}
     modules = {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors}
     config |= {"target_parameters": None, "target_modules": sorted(modules)}
     return adapter_from_tensors(directory, config, tensors)
+
+
+def _is_split(
+    name: str, downs: Tensor, ups: Sequence[Tensor], config: Mapping[str, Any], directory: Path
+) -> bool:
+    """Whether gate and up have adapters of their own, of the rank and the scale of all others."""
+    wanted = config["r"]
+    if len(ups) != 2 or downs.shape[1] != 2 * wanted:
+        return False
+    if bool(ups[0][:, :, wanted:].any() or ups[1][:, :, :wanted].any()):
+        return False
+    plain = {**config, "rank_pattern": {}, "alpha_pattern": {}}
+    own = scaling_of(name, 2 * wanted, config, directory)
+    return math.isclose(own, scaling_of(name, wanted, plain, directory))
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:

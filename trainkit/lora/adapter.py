@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils import transformers_weight_conversion as weight_conversion
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
+from trainkit.evaluation_mode import changed
 from trainkit.lora.initial import start_from_base
-from trainkit.lora.targets import Targets, resolve_and_check
+from trainkit.lora.targets import Targets, resolve_and_check, stays_a_module
 from trainkit.models.packed_experts import read_where_they_run, with_shapes
 from trainkit.models.scalar_head import has_scalar_head
 from trainkit.models.swap import subclass_of
@@ -65,8 +69,14 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": options.changes_base or options.init_lora_weights,
     }
-    ranks = {re.escape(name): rank for name, rank in options.rank_pattern.items()}  # ends of names
-    alphas = {name: options.alpha * rank / options.r for name, rank in ranks.items()}
+    missing = {n: options.r for n in targets.split if n not in options.rank_pattern}
+    ranks, alphas = {}, {}  # by patterns of ends of names; the first that fits counts
+    for name, rank in {**options.rank_pattern, **missing}.items():
+        both = any(ends_in(a, [b]) for end in targets.split for a, b in ((name, end), (end, name)))
+        times = 2 if both else 1  # A and B of two layers in one, at the scale of one
+        ranks[re.escape(name)] = rank * times
+        grown = times**0.5 if options.use_rslora else times
+        alphas[re.escape(name)] = options.alpha * rank / options.r * grown
     given |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
     if not options.peft:
@@ -104,7 +114,7 @@ def attach(
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
         given = {"revision": getattr(model.config, "_commit_hash", None)}  # of a hub's base
-        with with_shapes(model):
+        with with_shapes(model), _of_layers(options.experts != "auto"):
             wrapped = get_peft_model(model, config, autocast_adapter_dtype=in_float32, **given)
     except (ValueError, TypeError, NotImplementedError) as error:
         # peft refuses combinations of its options in these ways.
@@ -122,12 +132,77 @@ def attach(
         start_from_base(
             wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
         )
+    stacks = {name.rpartition(".")[2] for name in targets.split}
+    for module in wrapped.modules():
+        if getattr(module, "parameter_name", None) in stacks:
+            _keep_apart(module, options.init_lora_weights)
+    if options.experts != "auto":
+        _name_by_weights(wrapped)
     read_where_they_run(wrapped)
     # A run has a card of its own; to fill in peft's takes longer than to write the adapter.
     vars(wrapped)["create_or_update_model_card"] = str  # of the folder: nothing
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped
+
+
+class _Apart(nn.Module):
+    """B of two layers in one: of the first half of the ranks the first half of the outputs.
+
+    The other two blocks of the parameter begin as zeros, get no gradient and stay zeros.
+    """
+
+    @property
+    def weight(self) -> torch.Tensor:
+        whole = self._parameters["weight"]
+        assert whole is not None
+        if whole.dim() < 2 or hasattr(whole, "to_local"):  # a part, which its engine looks up here
+            return whole
+        rows, columns = (size // 2 for size in whole.shape)
+        return torch.block_diag(whole[:rows, :columns], whole[rows:, columns:])
+
+
+def _keep_apart(layer: Any, init: bool | str) -> None:
+    """Give the two halves of a stack adapters of their own, as linear layers begin with."""
+    (name,) = layer.lora_B
+    layer.lora_B[name].__class__ = subclass_of(nn.Linear, _Apart)
+    if init == "gaussian":  # whose deviation is 1 / r, and peft's r is of both
+        layer.lora_A[name].weight.data.mul_(2)
+
+
+def _of_layers(alone: bool) -> AbstractContextManager[None]:
+    """Within, where so, peft takes no name of linear layers for the experts'."""
+    rename = (weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None)
+    return changed([rename] if alone else [])
+
+
+def _name_by_weights(model: PeftModel) -> None:
+    """Name by their weights the layers whose own names peft takes for the experts'.
+
+    So it loads the saved adapter as it was trained, whether with this package or without it.
+    """
+    base, tuner = model.get_base_model(), model.base_model
+    config: Any = next(iter(model.peft_config.values()))
+    if config.peft_type != PeftType.LORA:
+        return
+    names, wanted = list(tuner.targeted_module_names), config.target_modules
+    wanted = names if isinstance(wanted, str) else wanted
+    taken = [f"{name}.weight" for name in names if not stays_a_module(base, name)]
+    config.target_modules = {name for name in wanted if stays_a_module(base, name)}
+    config.target_parameters = sorted({*(config.target_parameters or ()), *taken}) or None
+    for pattern in (config.rank_pattern, config.alpha_pattern) if taken else ():
+        pattern |= {key.removesuffix(r"\.weight") + r"\.weight": pattern[key] for key in pattern}
+
+
+def _weights_of_layers(model: PreTrainedModel, config: Any) -> bool:
+    """Name the linear layers that are named by their weights as layers; whether there are any."""
+    linears = {f"{n}.weight" for n, each in model.named_modules() if isinstance(each, nn.Linear)}
+    parameters = getattr(config, "target_parameters", None) or ()
+    found = {each for each in parameters if any(ends_in(name, [each]) for name in linears)}
+    if found and not isinstance(config.target_modules, str):
+        config.target_modules = {*(config.target_modules or ()), *(n[:-7] for n in found)}
+        config.target_parameters = sorted({*parameters} - found) or None
+    return bool(found)
 
 
 def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions:
@@ -161,10 +236,12 @@ def load_adapter(
         names = (name for name, _ in model.named_modules())
         refuse_endless(config, names, path / "adapter_config.json")
     try:
-        with warnings.catch_warnings(record=True) as said, with_shapes(model):
+        given: Any = PeftConfig.from_pretrained(str(path))
+        layers = _weights_of_layers(model, given)
+        with warnings.catch_warnings(record=True) as said, with_shapes(model), _of_layers(layers):
             warnings.simplefilter("always")
             warnings.filterwarnings("ignore", _UNMATCHED)
-            wrapped = PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
+            wrapped = PeftModel.from_pretrained(model, path, is_trainable=trainable, config=given)
     except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # peft raises nearly anything on a file that is not its own
@@ -176,6 +253,8 @@ def load_adapter(
             fix="check that adapter_config.json and adapter_model.safetensors are as they were "
             "saved, and that the base is the one it was trained on",
         ) from error
+    if layers:
+        _name_by_weights(wrapped)
     read_where_they_run(wrapped)
     _refuse_parts(path, wrapped, [str(each.message) for each in said])
     for each in {str(each.message): each for each in said}.values():  # of every layer the same

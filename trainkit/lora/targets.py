@@ -5,7 +5,8 @@ peft's ``all-linear`` is every linear module. Three kinds of model need more car
 - mixture of experts: the experts are not modules but parameters of three dimensions, (experts, out,
   in). For some families peft adapts them and the router unasked, gate and up together at twice the
   rank, and loses linear layers of the same name; for others it leaves the experts out. Here every
-  family gets the same: linear layers and experts at the recipe's rank, and the router stays.
+  family gets the same: linear layers and experts at the recipe's rank, and the router stays. Where
+  ``experts`` says whether they are adapted, every name is that of linear layers.
 - gated delta rules: the small projections that only make decays and beta stay frozen.
 - a text model with a vision tower: only the text model is adapted, unless ``vision`` is set.
 """
@@ -16,6 +17,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peft import LoraConfig, TaskType
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -40,7 +42,8 @@ class Targets:
 
     modules: str | tuple[str, ...]
     parameters: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    """Those of ``parameters`` whose two halves have adapters of their own."""
 
 
 _FIX = {
@@ -91,19 +94,21 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     wanted, excluded = options.target_modules, options.exclude_modules
     listed = tuple(options.target_parameters)
     every_expert = expert_parameters(model)
-    if options.experts is True and not every_expert:
+    if options.experts in (True, "split") and not every_expert:
         raise ModelError(
-            "experts: true, and the model has no experts with their weights in stacks",
+            f"experts: {options.experts}, and the model has no experts with their weights in "
+            "stacks",
             where="lora.experts",
             fix="remove it, or set it to auto",
         )
-    has_them = options.experts is True or (options.experts == "auto" and wanted == ALL_LINEAR)
+    has_them = options.experts in (True, "split", "auto" if wanted == ALL_LINEAR else True)
     experts = [name for name in every_expert if has_them and not is_named(name, excluded)]
     # experts.gate_up_proj: the last two parts of a name, which all layers share
     short = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts))
     parameters = tuple(dict.fromkeys((*listed, *short)))
+    halves = _halves(model, experts) if options.experts == "split" else ()
     if wanted != ALL_LINEAR:
-        return Targets(wanted if isinstance(wanted, str) else tuple(wanted), parameters, short)
+        return Targets(wanted if isinstance(wanted, str) else tuple(wanted), parameters, halves)
     linears = list(_linears(model, everywhere=options.vision))
     spared = {*read_weights(model), *_gate_projections(model)}
     names = [name for name in linears if name not in spared and _takes_adapter(model, name)]
@@ -113,12 +118,30 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     names = [name for name in names if not is_named(name, excluded)]
     if every_expert:
         names = [name for name in names if name.rpartition(".")[2] not in ROUTERS]
-        names = [name for name in names if _stays_a_module(model, name)]
+        if options.experts == "auto":
+            names = [name for name in names if stays_a_module(model, name)]
     if not names and not experts:
         raise ModelError(
             "all-linear finds nothing to adapt", where="lora.target_modules", fix="name modules"
         )
-    return Targets(tuple(names), parameters, short)
+    return Targets(tuple(names), parameters, halves)
+
+
+def _halves(model: PreTrainedModel, experts: Sequence[str]) -> tuple[str, ...]:
+    """The ends of the names of stacks that hold gate's rows, and then up's."""
+    found = []
+    for name in experts:
+        owner, _, last = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        if not getattr(module, "is_concatenated", False) or module.is_transposed:
+            raise ModelError(
+                f"experts: split, and {owner} does not hold gate above up",
+                where="lora.experts",
+                fix="set it to true: one adapter for both",
+            )
+        if last == "gate_up_proj" and module.has_gate:
+            found.append(".".join(name.split(".")[-2:]))
+    return tuple(dict.fromkeys(found))
 
 
 def _refuse_read_weights(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
@@ -199,12 +222,12 @@ def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
     return True
 
 
-def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
+def stays_a_module(model: PreTrainedModel, name: str) -> bool:
     """Whether peft takes a name for the module that it names.
 
     In families whose experts were modules once, peft takes ``gate_proj`` for the experts' even
     where a layer of that name exists besides them (a shared expert, a dense first layer), also when
-    it loads the adapter. Such a layer cannot be adapted; the report names it.
+    it loads the adapter. Where experts are ``auto``, the report names such a layer.
     """
     from peft.utils import transformers_weight_conversion as conversion
 

@@ -442,10 +442,11 @@ class LoraOptions(Section):
         default_factory=list,
         description="Parameters to adapt, as experts.down_proj; all-linear adds the experts.",
     )
-    experts: Literal["auto", True, False] = Field(
+    experts: Literal["auto", True, False, "split"] = Field(
         "auto",
         description="Adapt every expert of a mixture: auto does where target_modules is "
-        "all-linear; true whatever is named; false leaves them out.",
+        "all-linear; true whatever is named, gate and up together; split each of the two at its "
+        "own rank r; false leaves them out.",
     )
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=16_384)]] = Field(
         default_factory=dict,
@@ -580,6 +581,12 @@ class LoraOptions(Section):
                     f"set lora.quantize: nf4, or remove lora.{key}; model.fp8 says it of fp8",
                 )
         init = self.init_lora_weights
+        if self.experts == "split" and init not in (True, "gaussian"):
+            raise broken_rule(
+                "lora.experts",
+                f"init_lora_weights: {init} begins otherwise for one matrix than for two in it",
+                "set lora.init_lora_weights: true, or lora.experts: true",
+            )
         if self.changes_base and self.rank_pattern:
             raise broken_rule(
                 "lora.rank_pattern",

@@ -91,7 +91,7 @@ def _adapters(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _factor(layer: Any) -> nn.Parameter:
-    weight: nn.Parameter = layer.lora_B[layer.active_adapters[0]].weight
+    (weight,) = layer.lora_B[layer.active_adapters[0]].parameters()
     return weight
 
 
