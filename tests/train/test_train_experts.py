@@ -198,14 +198,15 @@ def test_a_run_logs_and_draws_them(tmp_path, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("status", ["on", "off", None])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, True, "router"])
 def test_nobody_walks_over_a_model_whose_forward_pass_changes_its_modules(
     adapted, status, tmp_path
 ):
     """peft's experts take other modules in while they run: nothing may be saved meanwhile."""
     model = make_moe(96)
     if adapted:
-        model = attach(model, LoraOptions(r=4))
+        more = {"target_parameters": ["gate.weight"]} if adapted == "router" else {}
+        model = attach(model, LoraOptions(r=4, **more))
     written = []
     model.save_pretrained = lambda *_, **__: written.append(1)
     engine = SimpleNamespace(save_weights=lambda save, write: save.defer(None, lambda: write({})))
@@ -218,7 +219,7 @@ def test_nobody_walks_over_a_model_whose_forward_pass_changes_its_modules(
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "adapter_config.json").write_text("{}")
     _write_weights(loop, save)
-    at_once = adapted and status != "on"
+    at_once = adapted == "router" or (adapted and status != "on")
     assert bool(written) == at_once, save.problem
     save.finish(records=False)
     assert len(written) == 1
@@ -246,8 +247,14 @@ def on_one(tmp_path_factory, tiny_tokenizer):
         keys = ("loss", "grad_norm", "router_loss", "router_z_loss")
         return [[row[key] for key in keys] for row in map(json.loads, lines) if "loss" in row]
 
-    wanted = {each: figures(each, f"lora.experts={each}") for each in ("auto", "split")}
+    wanted = {each: figures(each, *MORE[each]) for each in MORE}
     return project.root, figures, wanted
+
+
+MORE = {
+    "auto": ("lora.experts=auto",),
+    "split": ("lora.experts=split", "lora.target_parameters=[gate.weight]"),  # the router's, too
+}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ def on_one(tmp_path_factory, tiny_tokenizer):
 def test_two_ranks_train_adapters_of_experts_as_one_does(spread, experts, on_one):
     root, figures, wanted = on_one
     name = f"{spread}-{experts}"
-    words = (f"parallel.shard={spread}", f"lora.experts={experts}")
+    words = (f"parallel.shard={spread}", *MORE[experts])
     found, wanted = figures(name, *words, num_ranks=2), wanted[experts]
     assert len(found) == 3
     saved = load_file(root / name / "final" / "adapter_model.safetensors")

@@ -173,8 +173,11 @@ def _write_weights(loop: LoopState, save: Save) -> None:
 
     # peft's own forward pass over experts changes the model's modules while it runs: nobody may
     # walk over them then, as its `save_pretrained` does.
-    runs_peft = any(isinstance(each, ParamWrapper) for each in loop.model.modules())
-    runs_peft &= loop.run.built.runs.get("lora_experts") != "on"
+    in_the_op = loop.run.built.runs.get("lora_experts") == "on"
+    runs_peft = any(
+        isinstance(each, ParamWrapper) and not (in_the_op and each.num_experts > 1)
+        for each in loop.model.modules()
+    )
     now = Save(save.directory, at_once=True) if runs_peft else save
     loop.engine.save_weights(now, write)
     save.problem = save.problem or now.problem
