@@ -132,12 +132,12 @@ def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, An
             fix=f"give a directory that has one, a hub name, or a shape: {', '.join(NAMED)}",
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", where="model.name_or_path") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} is not a JSON object", where="model.name_or_path")
-    return config, str(file)
+        config = json.loads(regular(file, ModelError).read_bytes())
+        return {**config}, str(file)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        fix = "fetch the file again, or write it with save_pretrained"
+        where = "model.name_or_path"
+        raise ModelError(f"{file} cannot be read: {error}", where=where, fix=fix) from error
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
