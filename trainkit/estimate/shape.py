@@ -132,8 +132,7 @@ def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, An
             fix=f"give a directory that has one, a hub name, or a shape: {', '.join(NAMED)}",
         )
     try:
-        config = json.loads(regular(file, ModelError).read_bytes())
-        return {**config}, str(file)
+        return {**json.loads(regular(file, ModelError).read_bytes())}, str(file)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         fix = "fetch the file again, or write it with save_pretrained"
         where = "model.name_or_path"
