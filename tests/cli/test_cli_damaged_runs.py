@@ -41,7 +41,7 @@ WORDS = ("damaged", "error:", "does not hold", "rows are lost")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_llama):
-    """A run of four steps, what was typed and all, and what each command says of it."""
+    """The folder of a finished run of four steps."""
     project = make_project(tmp_path_factory.mktemp("whole"), tiny_llama)
     (project.root / "q.txt").write_text("Say 3.\n")
     sft(project.root, "r.yaml", "-o", "whole", "training.max_steps=4", "training.eval_steps=4")
@@ -58,8 +58,7 @@ def test_a_damaged_record_is_named_by_every_command_that_reads_it(record, whole)
         content = (whole / "whole" / record).read_bytes()
         (whole / run / record).write_bytes(DAMAGES[damage](content))
         typed.append(COMMANDS[reader].replace("RUN", run).split())
-    file = record.rpartition("/")[2]
-    wrong = {}
+    file, wrong = record.rpartition("/")[2], {}
     for case, said in zip(cases, trainkit_each(whole, typed), strict=True):
         lines = [line for line in (said.out + said.err).splitlines() if file in line]
         named = any(word in each for each in lines for word in WORDS)
