@@ -53,7 +53,9 @@ def plain(project):
 
 @pytest.mark.parametrize("variant", [*SAME, *LIKE])
 def test_fp8_with_everything_else(variant, project, plain):
-    found = losses(project, *FULL, *KERNELS, *PACKED, *{**SAME, **LIKE}[variant])
+    changed = {**SAME, **LIKE}[variant]
+    kernels = [] if "kernels=false" in changed else KERNELS
+    found = losses(project, *FULL, *kernels, *PACKED, *changed)
     if variant in SAME:
         assert found == plain
     else:  # gradients differ by an order of sums, and by roundings to e4m3 that it tips over
