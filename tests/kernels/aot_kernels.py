@@ -5,6 +5,7 @@ compiled is exactly what a launch would ask for. Prints one line a kernel, and f
 on more shared memory than the architecture has.
 """
 
+import itertools
 import sys
 
 import torch
@@ -19,7 +20,7 @@ from trainkit.kernels import add_rms_norm, launch, rms_norm
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 from trainkit.kernels.contract import Draw, run
-from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
+from trainkit.kernels.cross_entropy.function import LossOptions, cross_entropy_chunk
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
     fp8_gate,
@@ -27,6 +28,7 @@ from trainkit.kernels.fp8.function import (
     fp8_quantize,
     fp8_quantize_both,
 )
+from trainkit.kernels.linear_cross_entropy.teacher import KINDS, DivergenceOptions, Teacher
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -41,7 +43,7 @@ POINTERS = {
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 # composed of other ops' kernels; and one whose kernels take descriptors, which a GPU's driver makes
 LARGE = {"gated_delta_rule"}  # small heads would fit anywhere
-WHOLE = {"linear_cross_entropy", "moe_mlp"}
+WHOLE = {"linear_cross_entropy", "linear_divergence", "moe_mlp"}
 
 
 def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num_stages):
@@ -106,6 +108,17 @@ def quantise_what_models_bring() -> None:
         cross_entropy_chunk(x, labels, losses, 1.0, want_grad=wide, codes_out=codes)
 
 
+def compare_with_a_teacher() -> None:
+    """What a distillation brings besides products."""
+    logits, labels = torch.ones(2, 40000, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    for kind, cap in itertools.product(KINDS, (None, 30.0)):
+        options = DivergenceOptions(kind, temperature=2.0 if cap else 1.0, sft_weight=0.1)
+        teacher = Teacher(logits[:, :8], logits.view(-1, 8), None, cap, options)
+        teacher.begin(torch.bfloat16, None, 2, 2)
+        given = (slice(2), logits, labels, torch.zeros(2), 1.0, LossOptions(softcap=cap))
+        teacher.compare(*given, want_grad=True)
+
+
 def step_in_the_backward_pass() -> None:
     """What weights without masters bring besides `adamw_8bit`: their norm, and moments in fp32."""
     weight, zero = torch.ones(2048, dtype=torch.bfloat16), torch.zeros(())
@@ -136,6 +149,7 @@ def main(arch: int, every: bool) -> None:
     if arch >= SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]:
         quantise_what_models_bring()
     step_in_the_backward_pass()
+    compare_with_a_teacher()
     for spec in OPS.values():
         if spec.name in WHOLE or arch < spec.smallest_target:
             continue

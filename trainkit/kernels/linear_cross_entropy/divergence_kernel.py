@@ -78,7 +78,7 @@ def _write_gradient(
     tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"])
 def divergence_rows(
     student_ptr,
     teacher_ptr,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.kernels.cross_entropy.function import LossOptions
-from trainkit.kernels.launch import HAS_TRITON, INTERPRETING, next_power_of_2, run_jitted
+from trainkit.kernels.launch import HAS_TRITON, INTERPRETING, Kernel, next_power_of_2
 from trainkit.kernels.linear_cross_entropy.products import (
     ROWS_MULTIPLE,
     Products,
@@ -21,7 +21,9 @@ from trainkit.kernels.linear_cross_entropy.products import (
 )
 
 if HAS_TRITON:
-    from trainkit.kernels.linear_cross_entropy import divergence_kernel
+    from trainkit.kernels.linear_cross_entropy.divergence_kernel import divergence_rows
+
+    _ROWS = Kernel(divergence_rows)
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 
@@ -146,30 +148,26 @@ class Teacher:
         self._products.write_logits(theirs, self._rows[part])
         kind, share, heat, sft = self._options
         width = logits.shape[1]
-        run_jitted(
-            divergence_kernel.divergence_rows,
-            (len(logits),),
-            logits,
-            logits,
-            theirs,
-            labels,
-            losses_out,
-            self.figures[part],
-            logits.stride(0),
-            theirs.stride(0),
-            loss.ignore_index,
-            SCALE=scale,
-            KIND=KINDS.index(kind),
-            HEAT=heat,
-            SHARE=share,
-            SFT=sft,
-            SOFTCAP=loss.softcap or 0.0,
-            TEACHER_SOFTCAP=self._softcap or 0.0,
-            WANT_GRAD=want_grad,
-            V=width,
-            COMMON=min(width, theirs.shape[1]),
-            # Of the columns that both have, with the temperature: another than the cross entropy's.
-            OWN_SUM=heat != 1.0 or theirs.shape[1] < width,
-            BLOCK=min(_BLOCK, next_power_of_2(max(16, width))),
-            num_warps=8,
+        common = min(width, theirs.shape[1])
+        _ROWS.launch(
+            len(logits),
+            (logits, theirs, labels, losses_out, self.figures[part]),
+            (logits.stride(0), theirs.stride(0)),
+            (loss.ignore_index,),
+            (
+                scale,
+                KINDS.index(kind),
+                heat,
+                share,
+                sft,
+                loss.softcap or 0.0,
+                self._softcap or 0.0,
+                want_grad,
+                width,
+                common,
+                # Of the columns that both have, with the temperature: not the cross entropy's.
+                heat != 1.0 or common < width,
+                min(_BLOCK, next_power_of_2(max(16, width))),
+            ),
+            8,
         )
