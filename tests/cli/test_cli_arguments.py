@@ -69,14 +69,14 @@ def test_spaces_and_quotes_come_through():
         ("sft a.yaml --output_dir x --output-dir=y", "--output-dir=y contradicts --output-dir=x"),
         ("sft a.yaml --deepspeed --deepspeed zero3", "=zero3 contradicts --deepspeed=zero2"),
         ("generate m --verify --no-verify p", "--no-verify contradicts --verify"),
-        ("sft a.yaml lora.r=4 --lora.r 8", "lora.r=8 contradicts lora.r=4"),
-        ("config show a.yaml lora.r=4 lora.r=8", "lora.r=8 contradicts lora.r=4"),
+        ("sft a.yaml lora.r=4 --lora.r 8", "lora.r=8 replaces lora.r=4, which stands before"),
+        ("config show a.yaml lora.r=4 lora.r=8", "lora.r=8 replaces lora.r=4"),
         ("launch --nnodes 2 --nnodes 3 a.yaml", "--nnodes=3 contradicts --nnodes=2"),
         ("config show a.yaml --json --json lora.r=4 lora.r=4", "a.yaml"),
         ("new --model m --data a --data b --gpus 1 --gpus 2", "--gpus=2 contradicts --gpus=1"),
     ],
 )
 def test_an_option_of_one_value_is_given_one(typed, said, capsys):
-    """The last one won without a word; the same twice says nothing new."""
+    """The last one won without a word; overrides say so, the same twice says nothing new."""
     assert main(typed.split()) == 2
     assert said in capsys.readouterr().err

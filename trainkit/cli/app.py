@@ -103,7 +103,10 @@ class LazyCommand(TyperCommand):
 
 
 def _single_valued(command: Any) -> Any:
-    """Refuse two values where one is taken: click would take the last."""
+    """Refuse two values of an option that takes one, and name an override that another replaces.
+
+    click would take the last without a word.
+    """
     for inner in getattr(command, "commands", {}).values():
         _single_valued(inner)
     parse = command.parse_args
@@ -111,9 +114,15 @@ def _single_valued(command: Any) -> Any:
     def parse_args(context: Any, words: list[str]) -> Any:
         given: dict[str, str] = {}
         for name, word in _given_once(command, context, words):
-            if given.setdefault(name, word) != word and not context.resilient_parsing:
-                what = f"{word} contradicts {given[name]}"
+            before = given.get(name, word)
+            given[name] = word
+            if before == word or context.resilient_parsing:
+                continue
+            if name.startswith("-"):
+                what = f"{word} contradicts {before}"
                 raise RecipeError(what, where="command line", fix="keep one of them")
+            if os.environ.get("RANK", "0") == "0":
+                echo(f"{word} replaces {before}, which stands before it", err=True)
         return parse(context, words)
 
     command.parse_args = parse_args
