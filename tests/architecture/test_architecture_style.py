@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_738, "words": 9_734},
+    "trainkit": {"files": 380, "code": 61_740, "words": 9_736},
     "tests": {"code": 43_532},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_796},
