@@ -6,7 +6,6 @@ head as it is; one that is trained in full wants the weight's gradient, too.
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.bench.cells import append, environment
+from trainkit.bench.measure import peak_gib, timed
 from trainkit.kernels import linear_divergence
 
 TOKENS, VOCAB = 8192, 151936
@@ -23,46 +23,40 @@ SHARES = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 """TRL tells them apart by the teacher's share."""
 
 
-def measured(work: Callable[[], object], turns: int = 5) -> dict[str, float]:
+def measured(work: Callable[[], Tensor]) -> dict[str, float]:
     """The median of some calls after two that compile, and what they take on top."""
-    work(), work()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, times = torch.cuda.memory_allocated(), []
-    for _ in range(turns):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    extra = torch.cuda.max_memory_allocated() - before
-    return {"ms": statistics.median(times), "extra_memory_gib": extra / 2**30}
+    device = torch.device("cuda")
+    timed(work, 2, device)
+    before = torch.cuda.memory_allocated() / 2**30
+    milliseconds, _ = timed(work, 5, device)
+    return {"ms": milliseconds, "extra_memory_gib": (peak_gib(device) or 0.0) - before}
 
 
-def providers(kind: str, parts: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:
+def providers(kind: str, parts: tuple[Tensor, ...]) -> dict[str, Callable[[], Tensor]]:
     """What is done, by who does it; the products are those of a frozen head, and nothing else."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     hidden, weight, teacher, teacher_weight, labels = parts
 
-    def ours() -> None:
+    def ours() -> Tensor:
         hidden.grad = weight.grad = None
         given = (hidden, weight, labels, teacher, teacher_weight)
         loss, _ = linear_divergence(*given, kind=kind, num_trained=TOKENS)
         (loss / TOKENS).backward()
+        return loss.detach()
 
-    def trl() -> None:
+    def trl() -> Tensor:
         hidden.grad = weight.grad = None
         sides = (hidden, weight, None, teacher, teacher_weight, None)
         losses, _ = ChunkedDivergenceFunction.apply(*sides, SHARES[kind])
         (losses.sum() / TOKENS).backward()
+        return losses.detach()
 
-    def products() -> None:
+    def products() -> Tensor:
         with torch.no_grad():
             logits = hidden @ weight.t()
             torch.mm(teacher, teacher_weight.t(), out=logits)
-            torch.mm(logits, weight)
+            return torch.mm(logits, weight)
 
     return {"trainkit": ours, "trl": trl, "products of a frozen head": products}
 

@@ -35,10 +35,10 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_740, "words": 9_736},
+    "trainkit": {"files": 380, "code": 61_738, "words": 9_734},
     "tests": {"code": 43_532},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_796},
+    "benchmarks": {"code": 2_790},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -254,7 +254,7 @@ def _nf4_pack(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn
 def _int8_pack(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
-    _int8_loading(dtype)
+    _do_not_warn_of_casts()
     options: dict[str, Any] = {"has_fp16_weights": False, "threshold": 6.0}
     size = (linear.in_features, linear.out_features, False)
     packed = bnb.nn.Linear8bitLt(*size, device="meta", **options)
@@ -263,10 +263,14 @@ def _int8_pack(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> n
 
 
 def _int8_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Rounded from fp16, as it multiplies: each call would warn of a cast."""
     del compute_dtype
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    _do_not_warn_of_casts()
     return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def _do_not_warn_of_casts() -> None:
+    """Int8 is rounded from fp16, as it multiplies: each call would warn."""
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _is_ours(module: nn.Module, place: str, name: str) -> bool:

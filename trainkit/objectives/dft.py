@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trainkit.kernels.sums import sum_in_chunks
 from trainkit.models.loss import LossOptions, configure, token_losses
 from trainkit.objectives.answers import Ratios
-from trainkit.objectives.distill import sum_in_chunks, trained_logits
+from trainkit.objectives.distill import trained_logits
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Step
 from trainkit.objectives.sft import SFT, collator
 from trainkit.options import EaftOptions
@@ -68,7 +69,7 @@ class EaftLoss(DftLoss):
         targets = next_tokens(given.pop("labels"), IGNORE_INDEX)
         is_trained = targets != IGNORE_INDEX
         logits = trained_logits(model, given, is_trained)
-        total = sum_in_chunks(self._sums, 3, logits, targets[is_trained])
+        total = sum_in_chunks(self._sums, logits.shape[1], (logits, targets[is_trained]))
         figures.add({name: (total[n], is_trained.sum()) for n, name in enumerate(figures.names, 1)})
         return total[0]
 

@@ -15,10 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import RecipeError
+from trainkit.kernels.linear_cross_entropy.teacher import (
+    DivergenceOptions,
+    divergences,
+    figures_of,
+)
+from trainkit.kernels.sums import sum_in_chunks
 from trainkit.models.loss import head_of_teacher, takes_loss_from_head
 from trainkit.objectives.answers import Ratios
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
@@ -31,9 +36,6 @@ from trainkit.parallel.rows import next_tokens
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """The keys of rows, samples and batches for what a teacher has said."""
-
-_CHUNK_ELEMENTS = 1 << 26
-"""Numbers of a vocabulary's width that are widened to fp32 at a time: 256 MiB."""
 
 FIGURES = (
     *("distill/divergence", "distill/cross_entropy"),
@@ -67,12 +69,9 @@ class DistillLoss:
 
     def __init__(self, setup: LossSetup) -> None:
         given, self.teacher = setup.distill or DistillOptions(), setup.teacher
-        self.options: dict[str, Any] = {
-            "kind": given.divergence,
-            "share": given.jsd_share,
-            "temperature": given.temperature,
-            "sft_weight": given.sft_weight,
-        }
+        self.options = DivergenceOptions(
+            given.divergence, given.jsd_share, given.temperature, given.sft_weight
+        )
         self.figures, self.drawn = Ratios(FIGURES), Ratios(DRAWN_FIGURES)
         self.train_metrics, self.eval_metrics = (
             Together([self.figures, self.drawn]),
@@ -92,8 +91,6 @@ class DistillLoss:
         return EvaluatedBatch(self._loss_sum(model, inputs, self.eval_metrics))
 
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any], figures: Ratios) -> Tensor:
-        from trainkit.kernels.linear_cross_entropy.teacher import DivergenceOptions
-
         given = dict(inputs)
         count = given.get("num_trained_tokens")
         stored = [given.pop(name, None) for name in (TEACHER_IDS, TEACHER_LOGPROBS)]
@@ -105,11 +102,11 @@ class DistillLoss:
                 "the teacher is not here: only a run has it at hand", where="distill.teacher"
             )
         if teacher is not None and all(map(takes_loss_from_head, (model, teacher))):
-            theirs = head_of_teacher(teacher, given, self.options)
+            theirs = head_of_teacher(teacher, given, self.options._asdict())
             loss, sums = model(**given, of_head={"teacher": theirs})["loss"]
         else:
             sums = self._sums(model, given, teacher, stored)
-            loss, sums = DivergenceOptions(**self.options).loss(sums), sums.detach()
+            loss, sums = self.options.loss(sums), sums.detach()
         if count is None:
             count = (next_tokens(inputs["labels"], IGNORE_INDEX) != IGNORE_INDEX).sum()
         trained = torch.as_tensor(count, device=sums.device)
@@ -132,21 +129,18 @@ class DistillLoss:
             with torch.no_grad():
                 said = (trained_logits(teacher, given, is_trained),)
         chosen = targets.flatten()[is_trained.flatten().nonzero()[:, 0]]
-        return sum_in_chunks(self._chunk, 4, student, chosen, *said)
+        return sum_in_chunks(self._chunk, student.shape[1], (student, chosen, *said))
 
     def _chunk(self, student: Tensor, chosen: Tensor, *said: Tensor) -> Tensor:
         """(4,) the sums of the figures over some trained tokens."""
-        from trainkit.kernels.linear_cross_entropy import teacher as compared
-
-        options = compared.DivergenceOptions(**self.options)
         if len(said) == 1:
-            return compared.figures_of(student, said[0], chosen, options).sum(0)
+            return figures_of(student, said[0], chosen, self.options).sum(0)
         ids, logs = said
         wide = torch.promote_types(student.dtype, torch.float32)
         plain = student.to(wide).log_softmax(-1)
         teacher, mine = _stored_with_rest(logs.to(wide)), _chosen_with_rest(plain, ids)
         figures = (
-            compared.divergences(mine, teacher, options),
+            divergences(mine, teacher, self.options),
             -plain.gather(-1, chosen[:, None]).squeeze(-1),
             (plain.detach().argmax(-1) == ids[:, 0]).to(wide),
             -(teacher.exp() * teacher).sum(-1),
@@ -167,23 +161,6 @@ def trained_logits(model: nn.Module, inputs: Mapping[str, Any], is_trained: Tens
         return model(**inputs, logits_to_keep=places)["logits"][0][:0]
     found: Tensor = model(**inputs, logits_to_keep=places)["logits"]
     return found[0]
-
-
-def sum_in_chunks(sums: Callable[..., Tensor], count: int, *parts: Tensor) -> Tensor:
-    """(count,) sums over places, of so many at a time that their widened logits stay small.
-
-    Args:
-        sums: of some places; computed again in the backward pass.
-        count: so many sums.
-        parts: logits (N, V), and what else there is of each place.
-    """
-    logits = parts[0]
-    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    found = [
-        checkpoint(sums, *each, use_reentrant=False)
-        for each in zip(*(part.split(size) for part in parts), strict=True)
-    ]
-    return torch.stack(found).sum(0) if found else logits.sum() * 0 + logits.new_zeros(count)
 
 
 # -- What a teacher has said before --------------------------------------------------------------

@@ -12,21 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from trainkit.kernels.cross_entropy.function import LossOptions
 from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.linear_cross_entropy.function import (
-    Settings,
     check_shapes,
-    compute_dtype_of,
+    settings_of,
     with_gradients,
 )
 from trainkit.kernels.linear_cross_entropy.teacher import DivergenceOptions, Teacher, figures_of
-
-_CHUNK_ELEMENTS = 1 << 26
-"""Logits that a reference widens to fp32 at a time: 256 MiB."""
+from trainkit.kernels.sums import sum_in_chunks
 
 
 @torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
@@ -80,14 +76,19 @@ def linear_divergence(
         trained = (labels != ignore_index).nonzero()[:, 0]
         given = [each.index_select(0, trained) for each in (rows, theirs, labels)]
         heads = ((weight, bias), (teacher_weight, teacher_bias))
-        figures = _figures_in_chunks(given, heads, softcaps, chosen)
+
+        def figures_in(*part: Tensor) -> Tensor:
+            return _figures(part, heads, softcaps, chosen).sum(0)
+
+        figures = sum_in_chunks(figures_in, len(weight), given)
         return chosen.loss(figures), figures.detach()
-    settings = Settings(
-        compute_dtype=compute_dtype_of(hidden, weight),
-        loss=LossOptions(ignore_index, softcap=softcap),
+    settings = settings_of(
+        hidden,
+        weight,
+        labels,
+        LossOptions(ignore_index, softcap=softcap),
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
-        wants_gradients=torch.is_grad_enabled(),
         keeps_gradient=keeps_gradient,
         in_fp8=in_fp8,
         teacher=Teacher(theirs, teacher_weight, teacher_bias, teacher_softcap, chosen),
@@ -133,16 +134,3 @@ def _figures(
             found = softcap * torch.tanh(found / softcap)
         logits.append(found)
     return figures_of(logits[0], logits[1].detach(), rows[2], options)
-
-
-def _figures_in_chunks(
-    rows: Any, heads: Any, softcaps: tuple[float | None, float | None], options: DivergenceOptions
-) -> Tensor:
-    """(4,) sums, of so many rows at a time that their widened logits stay small."""
-    size = max(1, _CHUNK_ELEMENTS // len(heads[0][0]))
-    parts = zip(*(each.split(size) for each in rows), strict=True)
-    found = [
-        checkpoint(_figures, part, heads, softcaps, options, use_reentrant=False).sum(0)
-        for part in parts
-    ]
-    return torch.stack(found).sum(0)

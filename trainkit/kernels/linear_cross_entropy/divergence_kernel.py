@@ -7,15 +7,14 @@ third one, where the gradient needs these sums, writes it over the student's log
 import triton
 import triton.language as tl
 
+from trainkit.kernels.cross_entropy.gradient_kernel import _cap
+
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _values(row_ptr, cols, mask, SOFTCAP: tl.constexpr, WIDE: tl.constexpr):
-    # softcap * tanh(x / softcap), tanh(y) = 2 sigmoid(2y) - 1
-    x = tl.load(row_ptr + cols, mask=mask, other=0.0).to(WIDE)
-    if SOFTCAP > 0.0:
-        x = SOFTCAP * (2.0 / (1.0 + tl.exp(-2.0 / SOFTCAP * x)) - 1.0)
+    x = _cap(tl.load(row_ptr + cols, mask=mask, other=0.0).to(WIDE), SOFTCAP)
     return tl.where(mask, x, -float("inf"))
 
 
@@ -128,9 +127,7 @@ def divergence_rows(
         _, s_lse = _normaliser(heated_sums, heated_tops, HEAT)
     parts = lse, trained
 
-    target = tl.load(student + label).to(WIDE)
-    if SOFTCAP > 0.0:
-        target = SOFTCAP * (2.0 / (1.0 + tl.exp(-2.0 / SOFTCAP * target)) - 1.0)
+    target = _cap(tl.load(student + label).to(WIDE), SOFTCAP)
     apart, own, sure, right = zeros, zeros, zeros, tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, V, BLOCK):
         at = start + cols

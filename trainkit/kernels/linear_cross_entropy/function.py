@@ -135,17 +135,15 @@ def linear_cross_entropy_counted(
 
     ``loss``: values of `LossOptions`.
     """
-    options = LossOptions(**loss)
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     labels = labels.reshape(-1)
-    if num_trained is None and not is_on_gpu(labels):
-        num_trained = int(torch.count_nonzero(labels != options.ignore_index))
-    settings = Settings(
-        compute_dtype=compute_dtype_of(hidden, weight),
-        loss=options,
+    settings = settings_of(
+        hidden,
+        weight,
+        labels,
+        LossOptions(**loss),
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
-        wants_gradients=torch.is_grad_enabled(),
         keeps_gradient=keeps_gradient,
         in_fp8=in_fp8,
     )
@@ -165,6 +163,27 @@ class Settings:
     keeps_gradient: bool = True
     teacher: Teacher | None = None
     """The loss is the divergence from its logits, not from labels."""
+
+
+def settings_of(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: LossOptions,
+    *,
+    num_trained: int | None,
+    **options: Any,
+) -> Settings:
+    """Of a call with these labels (M,); without a GPU to wait for, they are counted here."""
+    if num_trained is None and not is_on_gpu(labels):
+        num_trained = int(torch.count_nonzero(labels != loss.ignore_index))
+    return Settings(
+        compute_dtype=compute_dtype_of(hidden, weight),
+        loss=loss,
+        num_trained=num_trained,
+        wants_gradients=torch.is_grad_enabled(),
+        **options,
+    )
 
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -18,14 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from trainkit.kernels.cross_entropy.function import LossOptions
 from trainkit.kernels.fp8.trained import Directions
-from trainkit.kernels.launch import device_of, is_on_gpu
+from trainkit.kernels.launch import device_of
 from trainkit.kernels.linear_cross_entropy.function import (
     Settings,
     check_shapes,
     compute,
-    compute_dtype_of,
     grad_scale_of,
     in_places,
+    settings_of,
 )
 
 
@@ -64,16 +64,9 @@ def linear_token_losses(
     """
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     flat = labels.reshape(-1)
-    if num_trained is None and not is_on_gpu(flat):
-        num_trained = int(torch.count_nonzero(flat != ignore_index))
-    settings = Settings(
-        compute_dtype=compute_dtype_of(hidden, weight),
-        loss=LossOptions(ignore_index, softcap=softcap),
-        num_trained=num_trained,
-        chunk_tokens=chunk_tokens,
-        wants_gradients=torch.is_grad_enabled(),
-        in_fp8=in_fp8,
-    )
+    loss = LossOptions(ignore_index, softcap=softcap)
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "in_fp8": in_fp8}
+    settings = settings_of(hidden, weight, flat, loss, num_trained=num_trained, **options)
     losses: Tensor = _TokenLosses.apply(hidden, weight, bias, flat, settings)
     return losses.view(labels.shape)
 
