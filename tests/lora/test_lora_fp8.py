@@ -6,10 +6,10 @@ import math
 import lab
 import pytest
 import torch
+from lora.plain_fp8 import PlainFp8
 from torch import nn
 
 from trainkit.errors import ModelError, RecipeError
-from trainkit.kernels.fp8.reference import FP8
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
@@ -21,35 +21,6 @@ from trainkit.models.linears import count_parameters, kind_of
 from trainkit.options import Fp8Options
 
 BF16 = torch.bfloat16
-
-
-def rounded(rows):
-    """A row in e4m3 and back, by torch alone: the largest magnitude at most 448 steps."""
-    largest = rows.double().abs().amax(-1, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
-    return (rows.double() / scale).float().to(FP8).double() * scale
-
-
-def rounded_activations(rows):
-    """The same with the largest magnitude at 256 steps, which is a code."""
-    scale = rows.double().abs().amax(-1, keepdim=True) / 256
-    return (rows.double() / scale).float().to(FP8).double() * scale
-
-
-class PlainFp8(torch.autograd.Function):
-    """x W^T with both rounded; dx from dy times W's scales, rounded, and the same W."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        stored = rounded(weight)
-        scale = torch.exp2(torch.ceil(torch.log2(weight.double().abs().amax(1) / 448)))
-        ctx.save_for_backward(stored, scale)
-        return rounded_activations(x) @ stored.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        stored, scale = ctx.saved_tensors
-        return rounded(dy.to(BF16).double() * scale) @ (stored / scale[:, None]), None
 
 
 def layer(n, k, seed, *, bias=True):
@@ -79,7 +50,7 @@ def test_one_layer_against_plain_torch():
     a, b = (each.detach().double().requires_grad_() for each in (p.lora_a, p.lora_b))
     y = lora_linear(ours, p)
     rows = wanted.view(-1, 32)
-    want = PlainFp8.apply(rows, linear.weight) + linear.bias.double() + (rows @ a.t() @ b.t()) * 2
+    want = PlainFp8.apply(rows, linear.weight, linear.bias) + (rows @ a.t() @ b.t()) * 2
     dy = torch.randn(y.shape).to(BF16)
     y.backward(dy)
     want.backward(dy.double().view(-1, 48))

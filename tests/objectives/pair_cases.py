@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lora.plain_fp8 import plain_fp8
 from objectives import preference_cases
 from objectives.preference_cases import make_data
 
+from trainkit.models.fp8.base import quantize_to_fp8
 from trainkit.objectives import objective_of
 from trainkit.recipe import Recipe
 
@@ -31,6 +33,17 @@ def adapters(model):
 
     torch.manual_seed(3)
     return get_peft_model(model, LoraConfig(**LORA))
+
+
+def fp8_base(model):
+    """A base in fp8, in place."""
+    quantize_to_fp8(model, torch.device("cpu"))
+
+
+def over_fp8(model):
+    """The same adapters over a plain model that rounds what such a base does."""
+    plain_fp8(model)
+    return adapters(model)
 
 
 def rated(number):
@@ -151,16 +164,16 @@ def _compared(objective, preference, sums, reference, lengths, learnt):
     }[kind]()
 
 
-def fp64_step(trainer, pairs, objective, preference, lora):
+def fp64_step(trainer, pairs, objective, preference, wrapped):
     """Loss and gradients of the plain Hugging Face model in fp64 on these pairs."""
     from tiny import make_qwen2
     from transformers import set_seed
 
     set_seed(1)
     model = make_qwen2(len(trainer.tokenizer))
-    model = (adapters(model) if lora else model).double()
+    model = (wrapped(model) if wrapped else model).double()
     reference = None
-    if lora:
+    if wrapped:
         with torch.no_grad(), model.disable_adapter():
             reference, _ = answers_of(model, pairs)
     sums, lengths = answers_of(model, pairs)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from objectives.pair_cases import same_when_cut
+from objectives.pair_cases import adapters, fp8_base, over_fp8, same_when_cut
 from objectives.preference_cases import make_data
 from objectives.test_objectives_distill import conversation
 from tiny import make_qwen2, make_tokenizer
@@ -18,7 +18,7 @@ from trainkit.recipe import Recipe
 NUM_ROWS = 12
 
 
-def make_trainer(root, *, packing=False, patched=False, objective="dft", **options):
+def make_trainer(root, *, packing=False, patched=False, objective="dft", in_fp8=False, **options):
     from lab import Lab
 
     from trainkit.patching import patch
@@ -30,7 +30,8 @@ def make_trainer(root, *, packing=False, patched=False, objective="dft", **optio
     data = make_data(mine, rows, objective=kind, packing=packing, max_length=128)
     trainer = Lab(make_tokenizer(), Path(root)).trainer(
         "run",
-        prepare=patch if patched else None,
+        prepare=patch if patched else fp8_base if in_fp8 else None,
+        wrap=adapters if in_fp8 else None,
         given={
             "train_data": data.train,
             "eval_data": data.eval,
@@ -66,26 +67,28 @@ def wanted(model, samples, objective):
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("change", [{}, {"patched": True}, {"in_fp8": True}], ids=str)
 @pytest.mark.parametrize("objective", ["dft", "eaft"])
-def test_a_step_is_autograds_on_full_logits(objective, patched, packing, tmp_path):
+def test_a_step_is_autograds_on_full_logits(objective, change, packing, tmp_path):
     trainer, data = make_trainer(
-        tmp_path, patched=patched, packing=packing, batch=2, accumulate=2, max_steps=1, optim="sgd",
-        learning_rate=0.0, objective=objective,
+        tmp_path, packing=packing, batch=2, accumulate=2, max_steps=1, optim="sgd",
+        learning_rate=0.0, objective=objective, **change,
     )  # fmt: skip
     trainer.model.double()
     found = {}
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-            found.update({name: p.grad.clone() for name, p in model.named_parameters()})
+            named = model.named_parameters()
+            found.update({name: p.grad.clone() for name, p in named if p.requires_grad})
 
     trainer.add_callback(Gradients())
     evaluated = trainer.evaluate()
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     set_seed(1)
-    model = make_qwen2(len(trainer.tokenizer)).double()
+    model = make_qwen2(len(trainer.tokenizer))
+    model = (over_fp8(model) if "in_fp8" in change else model).double()
     data.train.samples.set_epoch(0)
     taken = [data.train.samples[place] for place in range(4)]
     taken = [sample for item in taken for sample in item] if packing else taken
@@ -96,7 +99,9 @@ def test_a_step_is_autograds_on_full_logits(objective, patched, packing, tmp_pat
     assert row["cross_entropy"] == pytest.approx(plain.item(), rel=1e-6)
     figure, scale = ("probability", 1) if objective == "dft" else ("entropy", 3)
     assert row[figure] == pytest.approx(weight.item() * scale, rel=1e-6)
-    for name, parameter in model.named_parameters():
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert trained.keys() == found.keys()
+    for name, parameter in trained.items():
         assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
     every = [data.eval.samples[place] for place in range(len(data.eval.samples))]
     every = [sample for item in every for sample in item] if packing else every

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import trainkit
-from objectives.pair_cases import resumed_alike, same_when_cut
+from objectives.pair_cases import adapters, fp8_base, over_fp8, resumed_alike, same_when_cut
 from objectives.preference_cases import make_data
 from objectives.test_objectives_pairs import logged
 from tiny import make_qwen2, make_tokenizer
@@ -69,7 +69,8 @@ def make_trainer(root, *, distill, packing=False, patched=False, hooks=(), **opt
     given["hooks"] = hooks
     trainer = Lab(tokenizer, Path(root)).trainer(
         "run",
-        prepare=patch if patched else None,
+        prepare=fp8_base if patched == "fp8" else patch if patched else None,
+        wrap=adapters if patched == "fp8" else None,
         given=given,
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
     )
@@ -89,7 +90,9 @@ def plain_divergence(student, teacher, options):
     return share * (p * (p / m).log()).sum(-1) + (1 - share) * (q * (q / m).log()).sum(-1)
 
 
-@pytest.mark.parametrize("patched", [False, True, "both"], ids=["plain", "student", "both"])
+@pytest.mark.parametrize(
+    "patched", [False, True, "both", "fp8"], ids=["plain", "student", "both", "fp8"]
+)
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp_path):
@@ -104,8 +107,8 @@ def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp
     found = {}
 
     def keep(*given, **named):
-        for key, parameter in trainer.model.named_parameters():
-            found[key] = parameter.grad.clone()
+        named = trainer.model.named_parameters()
+        found.update({key: each.grad.clone() for key, each in named if each.requires_grad})
 
     from transformers import TrainerCallback
 
@@ -116,7 +119,8 @@ def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp
     taken = [data.train.samples[place] for place in range(size["batch"])]
     samples = [one for item in taken for one in (item if isinstance(item, list) else [item])]
     set_seed(1)
-    student = make_qwen2(len(trainer.tokenizer)).double()
+    student = make_qwen2(len(trainer.tokenizer))
+    student = (over_fp8(student) if patched == "fp8" else student).double()
     teacher, heat = teacher_of(len(trainer.tokenizer)).double(), options.get("temperature", 1.0)
     divergence, entropy = [], []
     for sample in samples:
@@ -134,7 +138,9 @@ def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp
     assert row["loss"] == pytest.approx(wanted.item(), rel=1e-6)
     assert row["distill/divergence"] == pytest.approx(means[0].item(), rel=1e-6)
     assert row["distill/cross_entropy"] == pytest.approx(means[1].item(), rel=1e-6)
-    for key, parameter in student.named_parameters():
+    trained = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    assert trained.keys() == found.keys()
+    for key, parameter in trained.items():
         gap = (found[key] - parameter.grad).norm()
         assert gap <= 1e-5 * parameter.grad.norm(), key
 

@@ -6,9 +6,12 @@ import re
 import pytest
 from commands import trainkit
 from objectives.pair_cases import (
+    adapters,
     cut_otherwise,
+    fp8_base,
     fp64_run,
     fp64_step,
+    over_fp8,
     pair,
     resumed_alike,
     step_of,
@@ -30,7 +33,9 @@ CASES = {
 }
 
 
-def held_against_fp64(tmp_path, *, objective="dpo", preference=None, lora=True, **options):
+def held_against_fp64(
+    tmp_path, *, objective="dpo", preference=None, lora=True, wrapped=adapters, **options
+):
     given = preference or {}
     trainer, data, (row,), found = step_of(
         tmp_path, objective=objective, preference=preference, lora=lora, max_steps=1, **options
@@ -38,7 +43,9 @@ def held_against_fp64(tmp_path, *, objective="dpo", preference=None, lora=True, 
     data.train.samples.set_epoch(0)
     items = [data.train.samples[place] for place in range(trainer.args.train_batch_size)]
     pairs = [item[place : place + 2] for item in items for place in range(0, len(item), 2)]
-    wanted, gradients, (sums, reference, _) = fp64_step(trainer, pairs, objective, given, lora)
+    wrapped = wrapped if lora else None
+    wanted, gradients, said = fp64_step(trainer, pairs, objective, given, wrapped)
+    sums, reference, _ = said
     # Both in fp64 but for the plain model's fp32 norms, positions and softmax.
     assert row["loss"] == pytest.approx(wanted, rel=1e-6)
     assert found.keys() == gradients.keys()
@@ -77,6 +84,14 @@ def test_a_reference_that_is_asked_ahead_is_the_one_that_is_asked_at_each_step(t
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_losses_without_a_reference(objective, lora, tmp_path):
     held_against_fp64(tmp_path, objective=objective, lora=lora)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["live", "stored"])
+def test_a_base_in_fp8_is_its_own_reference(stored, tmp_path):
+    """Both are of the base as it is multiplied; what is rounded there is rounded in fp64, too."""
+    given = {"prepare": fp8_base, "wrapped": over_fp8, "stored": stored}
+    row, *_ = held_against_fp64(tmp_path, batch=2, **given)
+    assert row["logps/chosen_change"]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -211,7 +226,7 @@ BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objecti
     ("change", "where"),
     [
         ({"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights"),
-        ({"lora": {"quantize": "fp8"}, "model": {"name_or_path": "m", "fp8": True}}, "objective"),
+        ({"lora": None, "model": {"name_or_path": "m", "fp8": True}}, "objective"),
         ({"parallel": {"pipeline": 2}}, "objective"),
         ({"data": {"train": ["d.jsonl"], "mask": "none"}}, "data.mask"),
         ({"training": {"label_smoothing_factor": 0.1}}, "training.label_smoothing_factor"),
@@ -249,11 +264,17 @@ def logged(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
-    full = RECIPE.replace("lora: {r: 4}\n", "").replace("1e-2", "1e-4")
-    start(tmp_path, tiny_qwen2, RECIPE if lora else full)
-    rows = resumed_alike(tmp_path, lora)
+TRAINED = {
+    "lora": RECIPE,
+    "fp8": RECIPE.replace("{r: 4}", "{r: 4, quantize: fp8}"),
+    "full": RECIPE.replace("lora: {r: 4}\n", "").replace("1e-2", "1e-4"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(kind, tmp_path, tiny_qwen2):
+    start(tmp_path, tiny_qwen2, TRAINED[kind])
+    rows = resumed_alike(tmp_path, kind != "full")
     assert any("eval_rewards/accuracies_low" in row for row in rows)
     first = next(row for row in rows if "loss" in row)
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5)  # adapters begin as nothing

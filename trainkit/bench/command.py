@@ -185,7 +185,7 @@ def _unsloth(work: Work, output: Path) -> list[str]:
 TOOLS: Mapping[str, Tool] = {
     "trainkit": Tool("trainkit", _trainkit, _STEP_OF_TRAINKIT),
     "trainkit-fp8": Tool(
-        "trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT, ["lora", "images"]
+        "trainkit", partial(_trainkit, quantize="fp8"), _STEP_OF_TRAINKIT, {*MODES} - {"qlora"}
     ),
     "trainkit-shared": Tool("trainkit", partial(_trainkit, shared=True), _STEP_OF_TRAINKIT, PAIRS),
     "trl": Tool("trl", _trl),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from trainkit.options.optimizers import FSDP2, OPTIMIZERS, ZERO, optimizer_row
 from trainkit.options.parallel import NONE, Combination
-from trainkit.options.training import COMPARING, WEIGHED
 
 
 @dataclass(frozen=True)
@@ -210,33 +209,21 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
-        lambda one: (
-            one.objective == "distill"
-            and (one.tensor > 1 or one.optim_in_backward or one.computes_fp8)
-        ),
-        "distillation has not been held against fp64 with split or fp8 products, or with steps in "
-        "the backward pass",
-        "remove parallel.tensor, optim_in_backward or the fp8 products",
-    ),
-    Refusal(
-        "objective",
         lambda one: one.objective == "reward" and one.shard not in ("none", "zero1", "zero2"),
         "ranks read their parts of a model from its files, and a scalar head is not in them yet",
         "set parallel.shard: zero2, or none",
     ),
     Refusal(
         "objective",
-        lambda one: one.objective in COMPARING | WEIGHED and one.computes_fp8,
-        "log-probabilities of single tokens have not been held against fp64 with products in fp8",
-        "remove model.fp8 or lora.quantize: fp8",
+        lambda one: one.objective != "sft" and one.computes_fp8 and not one.has_adapters,
+        "only over a frozen base in fp8 have objectives other than sft been held against fp64",
+        "remove model.fp8, or train adapters with lora.quantize: fp8",
     ),
     Refusal(
         "objective",
-        lambda one: (
-            one.objective in COMPARING | WEIGHED and (one.tensor > 1 or one.optim_in_backward)
-        ),
-        "log-probabilities of single tokens have not been held against fp64 with split products, "
-        "or with steps in the backward pass",
+        lambda one: one.objective != "sft" and (one.tensor > 1 or one.optim_in_backward),
+        "objectives other than sft have not been held against fp64 with split products, or with "
+        "steps in the backward pass",
         "remove parallel.tensor or optim_in_backward",
     ),
     Refusal(

@@ -67,6 +67,7 @@ def reference_key(run: Run) -> str | None:
         "model": model.model_dump(mode="json", exclude=_LEFT_OUT),
         "quantize": recipe.lora.packing if recipe.lora else None,
         "runs": run.built.runs,
+        "fp8": run.built.fp8_choice and run.built.fp8_choice.directions,
         "autocast": (run.args.bf16, run.args.fp16),
         "device": run.args.device.type,
         "code": code_digest(("kernels", "models", "objectives")),
