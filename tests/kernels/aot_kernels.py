@@ -10,11 +10,13 @@ import sys
 
 import torch
 import triton
+from op_cases.lora import lora_case, lora_op
 from op_cases.norms import rms_norm_case
 from op_cases.op import Case, TriedOp
 from op_cases.table import OPS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit.kernels import add_rms_norm, launch, rms_norm
 from trainkit.kernels.adamw.function import add_square_sum_
@@ -29,7 +31,9 @@ from trainkit.kernels.fp8.function import (
     fp8_quantize_both,
 )
 from trainkit.kernels.linear_cross_entropy.teacher import KINDS, DivergenceOptions, Teacher
+from trainkit.kernels.lora import gate, products
 
+DRAW = Draw.seeded(torch.bfloat16, "cpu", 0)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -46,24 +50,23 @@ LARGE = {"gated_delta_rule"}  # small heads would fit anywhere
 WHOLE = {"linear_cross_entropy", "linear_divergence", "moe_mlp"}
 
 
-def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num_stages):
-    names = kernel.jitted.arg_names
-    values = [*pointers, *strides, *free, *constants]
-    assert len(names) == len(values)
+def compile_for(arch, jitted, given, constants, specialized, **options):
+    """``given``: every argument by name; ``specialized``: integers that Triton looks at."""
     signature, constexprs, attributes = {}, {}, {}
-    for index, (name, value) in enumerate(zip(names, values, strict=True)):
-        if index < len(pointers):
-            signature[name] = POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif index < len(values) - len(constants):
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if index < len(pointers) + len(strides) and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
+    for index, (name, value) in enumerate(given.items()):
+        if name in constants:
             signature[name] = "constexpr"
             constexprs[(index,)] = value
-    source = ASTSource(kernel.jitted, signature, constexprs, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<bf16[{','.join(map(str, value.block_shape))}]>"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        aligned = name in specialized and value % 16 == 0
+        if signature[name].startswith("*") or aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(jitted, signature, constexprs, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[arch], (name, compiled.metadata.shared)
     assert compiled.asm["cubin"]
@@ -130,28 +133,79 @@ def step_in_the_backward_pass() -> None:
     )  # fmt: skip
 
 
+def adapt_what_models_bring(arch: int) -> None:
+    """Adapters at a usual rank and at the widest that the kernels take, by each of their ways."""
+
+    def called(name: str, *shapes: tuple[int, int, int, bool]) -> None:
+        case = lora_case(name, shapes, (64,))
+        run(lora_op(name, shapes, shapes).function, case, case.inputs(DRAW), torch.ones_like)
+
+    def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    has_room = SHARED_BYTES[arch] >= SHARED_BYTES[80]
+    for rank in (16, products.MAX_RANK if has_room else 64):
+        called("lora_linear", (256, 512, rank, False))
+        products.add_product(ones(64, 256), ones(64, rank), ones(rank, 256))
+    ways = {False: (16, gate.MAX_GATE_RANK if has_room else 32), True: (8, gate.MAX_TILES_RANK)}
+    for tiles in (False, True) if arch == 90 else (False,):
+        gate._takes_blocks = lambda *_, tiles=tiles: tiles
+        for rank in ways[tiles]:
+            up, down = (256, 512, rank, False), (512, 256, rank, False)
+            called("lora_mlp", up, up, down)
+        wide, inner, factor = ones(64, 512), ones(64, 16), ones(512, 16)
+        operands = (wide, wide, inner, inner, factor, factor, factor.t().contiguous(), False)
+        columns = ones(512, dtype=torch.float32)
+        if arch == 90:
+            gate.gate_backward(
+                gate.GateOperands(*operands), wide, inner, wide, wide, (1.0, 1.0), (columns,) * 2
+            )
+    for rank in (0, 16, gate.MAX_GATE_RANK) if arch == 90 else ():
+        b_pair = (ones(512, rank),) * 2 if rank else None
+        largest = ones(4, 64, dtype=torch.int32)
+        gate.codes_of_gradients(ones(2, 64, 512), (columns,) * 2, largest, b_pair)
+
+
 def main(arch: int, every: bool) -> None:
     seen = set()
+
+    def compile_once(jitted, given, constants, specialized, **options):
+        kinds = tuple(each.dtype for each in given.values() if isinstance(each, torch.Tensor))
+        values = tuple(value for name, value in given.items() if name in constants)
+        key = (jitted.__name__, kinds, values, *options.values())
+        if key not in seen:
+            seen.add(key)
+            compile_for(arch, jitted, given, constants, specialized, **options)
+            print(arch, jitted.__module__, jitted.__name__, flush=True)
 
     def record(
         self, programs, pointers, strides, free, constants, num_warps, num_stages=1, products=0
     ):
-        kinds = tuple(pointer.dtype for pointer in pointers)
-        key = (self.jitted.__name__, kinds, constants, num_warps, num_stages)
-        if key not in seen:
-            seen.add(key)
-            compile_for(arch, self, pointers, strides, free, constants, num_warps, num_stages)
-            print(arch, self.jitted.__module__, self.jitted.__name__, flush=True)
+        names = self.jitted.arg_names
+        given = dict(zip(names, [*pointers, *strides, *free, *constants], strict=True))
+        looked_at = names[len(pointers) : len(pointers) + len(strides)]
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compile_once(self.jitted, given, names[-len(constants) :], looked_at, **options)
+
+    def record_jitted(jitted, grid, on, *arguments, flops=0.0, **options):
+        names = jitted.arg_names
+        constants = {name: options.pop(name) for name in names if name in options}
+        given = dict(zip(names, arguments, strict=False)) | constants
+        given = {name: given[name] for name in names}
+        strides = [name for name in names if name.endswith("_stride")]
+        compile_once(jitted, given, [*constants], strides, **options)
 
     launch.Kernel.launch = record
+    gate.run_jitted = record_jitted
     launch.INTERPRETING = True  # CPU tensors take the kernels' road
     launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]
     if arch >= SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]:
         quantise_what_models_bring()
+    adapt_what_models_bring(arch)
     step_in_the_backward_pass()
     compare_with_a_teacher()
     for spec in OPS.values():
-        if spec.name in WHOLE or arch < spec.smallest_target:
+        if spec.name in WHOLE or spec.name.startswith("lora") or arch < spec.smallest_target:
             continue
         # In fp32 a tile takes twice the room; the wide rows matter there only.
         for dtype, cases in (

@@ -21,6 +21,8 @@ def test_kernels_compile_ahead_of_time(words):
     said = python("-W", "ignore", SCRIPT, *words.split(), env=environment, timeout=280)
     names = {line.split()[-1] for line in said.splitlines()}
     assert {"_rope", "cross_entropy_rows", "_sum_partials", "_packed_backward"} <= names
+    adapters = {"cast_kernel", "columns_kernel", "rows_kernel", "add_product_kernel"}
+    assert adapters | {"gate_backward_kernel", "gate_forward_kernel"} <= names
 
 
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="no Triton")

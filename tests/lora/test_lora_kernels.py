@@ -1,80 +1,51 @@
-"""The adapters' functions: fp64 truth, gradcheck, and the habits every op must have."""
-
-import os
-from pathlib import Path
+"""What the adapters' functions promise beyond the contract of every op."""
 
 import pytest
 import torch
-from commands import python
-from lora.lora_kernel_cases import PROBLEMS, Problem, compare, too_far
-from ranks import run_ranks
+from op_cases.table import OPS
 
+from trainkit.kernels.contract import Draw
+from trainkit.kernels.lora.function import lora_linear
 from trainkit.kernels.lora.products import Projection
 
-every_problem = pytest.mark.parametrize("name", PROBLEMS)
-KERNELS = ["columns_kernel", "rows_kernel"]
-GATES = ["gate_backward_kernel", "gate_forward_kernel"]
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-@every_problem
-def test_gradcheck(name):
-    problem = Problem(name, tokens=(3,))
-    x, projections = problem.tensors(torch.float64, torch.float64)
-    leaves = [x, *(t for p in projections if p for t in (p.lora_a, p.lora_b) if t is not None)]
-
-    def call(*_):
-        return problem.function(x, *projections, **problem.arguments)
-
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-
-
-@every_problem
-def test_equals_the_reference_in_fp64(name):
-    ours, _ = compare(name, "float64")
-    assert max(ours) < 2e-15  # a handful of roundings of 1e-16 each
-
-
-@every_problem
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_further_from_the_truth_than_plain_torch(name, dtype):
-    assert not too_far(name, dtype)
-
-
-@pytest.mark.sample("bfloat16")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernels_under_the_interpreter(dtype):
-    (answer,) = run_ranks(
-        "lora.lora_kernel_cases:interpreted", world_size=1, interpret=True, dtype=dtype
-    )
-    expected = KERNELS + [f"{name} of pointers" for name in GATES]
-    if dtype == "bfloat16":
-        expected += ["cast_kernel", *(f"{name} of tiles" for name in GATES)]
-    assert answer["ran"] == sorted(expected)
-    assert not answer["bad"]
-
-
-def test_edges_under_the_interpreter():
-    (bad,) = run_ranks("lora.lora_kernel_cases:interpreted_edges", world_size=1, interpret=True)
-    assert not bad
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-@every_problem
-def test_the_kernels_on_a_gpu(name, dtype):
-    assert not too_far(name, dtype, "cuda", tokens=(3, 517))
+def drawn(name, dtype):
+    """The operands of an op, each a leaf that wants a gradient where it is trained."""
+    case = OPS[name].cases[0]
+    tensors = case.inputs(Draw.seeded(dtype, "cpu", 0))
+    return {key: each.requires_grad_(key in case.grads) for key, each in tensors.items()}
 
 
 def test_an_output_that_nobody_uses_gets_no_gradient():
-    problem = Problem("qkv")
-    x, projections = problem.tensors(torch.float64, torch.float64)
-    query, _, _ = problem.function(x, *projections)
+    tensors, plain = drawn("lora_qkv", FP64), drawn("lora_qkv", FP64)
+    query, _, _ = OPS["lora_qkv"].function(**tensors)
     query.sum().backward()
-    assert projections[0].lora_a.grad is not None
-    assert projections[1].lora_a.grad is None
-    reference_x, reference = problem.tensors(torch.float64, torch.float64)
-    problem.reference(reference_x, *reference)[0].sum().backward()
-    torch.testing.assert_close(x.grad, reference_x.grad)
+    assert tensors["a0"].grad is not None
+    assert tensors["a1"].grad is None
+    OPS["lora_qkv"].reference(**plain)[0].sum().backward()
+    torch.testing.assert_close(tensors["x"].grad, plain["x"].grad)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("lora_")])
+def test_fp32_under_autocast_computes_in_bf16(name):
+    """Activations, weights and factors alike, as plain linear layers do."""
+    found = []
+    for dtype in (FP32, BF16):
+        leaves = drawn(name, BF16)
+        given = {
+            key: each if key[0] in "ab" and key[1:].isdigit() else each.to(dtype)
+            for key, each in leaves.items()
+        }
+        with torch.autocast("cpu", BF16, enabled=dtype == FP32):
+            outputs = OPS[name].function(**given, **OPS[name].cases[0].options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert {each.dtype for each in outputs} == {BF16}
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        trained = [leaves[key] for key in OPS[name].cases[0].grads]
+        found.append([*outputs, *(each.grad for each in trained)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_the_weight_is_unpacked_once_in_each_direction():
@@ -93,22 +64,11 @@ def test_the_weight_is_unpacked_once_in_each_direction():
         1.0,
         unpack,
     )
-    from trainkit.kernels.lora.function import lora_linear
-
     lora_linear(x, packed).sum().backward()
     assert calls == [torch.float32] * 2
 
 
 def test_an_unknown_activation_is_refused():
-    problem = Problem("mlp")
-    x, projections = problem.tensors(torch.float32, torch.float32)
+    tensors = drawn("lora_mlp", FP32)
     with pytest.raises(ValueError, match="activation"):
-        problem.function(x, *projections, activation="relu")
-
-
-def test_the_kernels_compile_for_gpus_that_are_not_here():
-    script = Path(__file__).with_name("aot_lora_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    said = python(script, env=environment)
-    for name in ("cast_kernel", *KERNELS, *GATES):
-        assert name in said
+        OPS["lora_mlp"].function(**tensors, activation="relu")

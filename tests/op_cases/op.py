@@ -19,13 +19,15 @@ class TriedOp(OpSpec):
 
     Attributes:
         tiny: small enough for a numerical derivative.
-        one_graph: whether torch.compile takes it without a break.
+        one_graph: whether torch.compile takes it without a break; None where it is never given it.
+        has_habits: whether more than its errors is looked at; calls of another op may show it.
         smallest_target: compute capability, times ten, of the least GPU that has the kernel.
     """
 
     cases: tuple[Case, ...]
     tiny: Case
-    one_graph: bool = True
+    one_graph: bool | None = True
+    has_habits: bool = True
     smallest_target: int = 80
 
 

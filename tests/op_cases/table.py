@@ -12,6 +12,7 @@ from op_cases.linear_cross_entropy import (
     LINEAR_DIVERGENCE,
     LINEAR_TOKEN_LOSSES,
 )
+from op_cases.lora import LORA
 from op_cases.norms import NORMS
 from op_cases.op import TriedOp
 from op_cases.rope import APPLY_ROPE
@@ -31,6 +32,7 @@ OPS: dict[str, TriedOp] = {
         LINEAR_TOKEN_LOSSES,
         LINEAR_DIVERGENCE,
         *FP8_OPS,
+        *LORA,
         SQUARE_SUM,
         ADAMW,
         ADAMW_8BIT,
