@@ -7,6 +7,7 @@ import lab
 import pytest
 import torch
 from lora.plain_fp8 import PlainFp8
+from tiny import make_qwen2
 from torch import nn
 
 from trainkit.errors import ModelError, RecipeError
@@ -185,6 +186,21 @@ def test_fused_plain_and_checkpointed_train_alike(tiny_qwen2):
     # Gradients of random weights decorrelate by rounding alone, in bf16 as well: layers are
     # compared one by one above.
     assert all(grad.isfinite().all() and grad.any() for grad in plain.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("quantize", ["fp8", None])
+def test_a_new_adapter_changes_no_bit_of_its_base(quantize, device, tmp_path):
+    """A reference is the base with the adapter off: what rounding says of both must be the same."""
+    size = {"hidden_size": 1024, "intermediate_size": 2816} if device == "cuda" else {}
+    make_qwen2(256, **size).save_pretrained(tmp_path / "base")
+    options = LoraOptions(r=16, quantize=quantize)
+    given = {"quantize": quantize, "device": torch.device(device), "kernels": True}
+    model = lab.built(tmp_path / "base", "bfloat16", lora=options, **given).model
+    ids = torch.randint(250, (1, 512), device=device, generator=torch.Generator(device))
+    logits = model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
 
 
 def test_scales_survive_a_cast_and_a_copy_of_the_model(tiny_qwen2):

@@ -27,11 +27,10 @@ def add_second(model):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m.disable_adapter_layers(), "disabled"),
         (lambda m: m.merge_adapter(), "merged"),
         (add_second, "2 adapters are active"),
     ],
-    ids=["disabled", "merged", "several"],
+    ids=["merged", "several"],
 )
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_states_that_take_pefts_path(change, reason, fused_first):

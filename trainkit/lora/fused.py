@@ -89,10 +89,10 @@ def why_unfused(layer: Any) -> str | None:
 
 
 def _why_other_arithmetic(layer: Any) -> str | None:
-    if layer.disable_adapters:
-        return "adapters are disabled"
     if layer.merged:
         return "adapters are merged"
+    if layer.disable_adapters:
+        return None
     active = layer.active_adapters
     if len(active) != 1:
         return f"{len(active)} adapters are active"
@@ -117,13 +117,16 @@ def _why_unreadable(base: Any) -> str | None:
 
 
 def read(layer: nn.Module) -> Projection:
-    """A layer's tensors as they are now; the weights are read here, inside the module's forward."""
+    """A layer's tensors as they are now; the weights are read here, inside the module's forward.
+
+    With its adapters off it is its base in the same products: a reference rounds as the model does.
+    """
     base: Any = layer.base_layer if isinstance(layer, LoraLayer) else layer
     kind = kind_of(base)
     assert kind is not None  # `why_unfused` returned None
     assert kind.unpacker is not None
     unpack = kind.unpacker(base)
-    if not isinstance(layer, LoraLayer):
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
         return Projection(base.weight, base.bias, unpack=unpack)
     name = layer.active_adapters[0]
     return Projection(
@@ -209,7 +212,7 @@ def _factors(layer: Any, transposed: bool) -> tuple[torch.Tensor | None, torch.T
 
     Where peft takes the weights for what they are not, its A is that of their transposes.
     """
-    if layer is None:
+    if layer is None or layer.disable_adapters:
         return None, None
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
