@@ -12,8 +12,8 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_joint,
-    fp8_read,
     fp8_transpose,
+    read_codes,
 )
 from trainkit.kernels.fp8.reference import FP8, fp8_quantize_reference
 
@@ -116,10 +116,14 @@ def test_codes_are_read_as_they_stand(dtype, device):
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(13, 3)
     codes[codes & 127 == 127] = 0
     scales = 2.0 ** torch.arange(-6, 7, device=device)[:, None]
-    found = fp8_read(codes, scales, dtype)
+    found = read_codes(codes, scales, dtype)
     wanted = codes.cpu().view(torch.float8_e4m3fn).double() * scales.cpu().double()
     assert found.dtype == dtype
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=0)
+    numbers, scales = codes.view(torch.int8), scales * 1.7  # which bf16 and fp16 round, once
+    found = read_codes(numbers, scales, dtype)
+    wanted = numbers.cpu().to(torch.promote_types(dtype, torch.float32)) * scales.cpu()
+    assert torch.equal(found.cpu(), wanted.to(dtype))
 
 
 def test_shapes_that_the_tensor_cores_take():

@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from trainkit.auto_class import ROUTERS
 from trainkit.evaluation_mode import changed
 from trainkit.kernels.experts.function import Packed
-from trainkit.kernels.fp8.function import fp8_quantize
-from trainkit.kernels.fp8.linear import Fp8Weight
+from trainkit.kernels.fp8.function import fp8_quantize, read_codes
 from trainkit.models.frozen import outside_linears
 from trainkit.models.linears import (
     expert_parameters,
@@ -144,10 +143,7 @@ def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
 def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if not isinstance(state, RowState):
         return read_nf4(codes, state, dtype)
-    if state.kind == "fp8":
-        return Fp8Weight(state.scales)(codes, dtype).view(state.shape)
-    weight = torch.empty_like(codes, dtype=dtype)
-    return torch.mul(codes, state.scales, out=weight).view(state.shape)
+    return read_codes(codes, state.scales, dtype).view(state.shape)
 
 
 def with_shapes(model: nn.Module) -> AbstractContextManager[None]:

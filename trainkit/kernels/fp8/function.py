@@ -91,18 +91,19 @@ def fp8_quantize(
     return fp8_quantize_joint((x,), factors, keep_largest=keep_largest, smallest=smallest)
 
 
-def fp8_read(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes (N, K), as uint8, stand for: exact in bf16 and wider.
+def read_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes (N, K) of a byte stand for: e4m3 is exact in bf16 and wider.
 
     Args:
-        codes: contiguous.
-        scales: (N, 1) fp32, powers of two.
+        codes: contiguous; e4m3 as uint8, or int8.
+        scales: (N, 1) fp32; of e4m3 powers of two.
         dtype: of the result.
     """
-    if dtype == torch.bfloat16:  # which has the exponents of fp32: nothing is rounded
-        return codes.view(FP8).to(dtype).mul_(scales.to(dtype))
+    codes = codes.view(FP8) if codes.dtype == torch.uint8 else codes
+    if dtype in _KERNEL_DTYPES and codes.numel() and runs_kernel(scales):
+        return kernel.launch_read(codes, scales, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (codes.view(FP8).to(wide) * scales.to(wide)).to(dtype)
+    return (codes.to(wide) * scales.to(wide)).to(dtype)
 
 
 def fp8_quantize_joint(

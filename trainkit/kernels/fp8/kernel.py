@@ -214,6 +214,29 @@ def _quantize_long(
     tl.store(scales_ptr + row, scale)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _read(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Codes (M, K) of a byte times their rows' scales; to bf16 a perfect kernel moves 3 MK bytes."""
+    blocks: tl.constexpr = (WIDTH + BLOCK_COLS - 1) // BLOCK_COLS
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
+    places = rows[:, None] * WIDTH + cols[None, :]
+    scales = tl.load(scales_ptr + rows, mask=rows < num_rows, other=1.0)
+    codes = tl.load(codes_ptr + places, mask=mask)
+    read = codes.to(tl.float32) * scales[:, None]
+    tl.store(out_ptr + places, read.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+READ = Kernel(_read)
 QUANTIZE = Kernel(_quantize)
 QUANTIZE_LONG = Kernel(_quantize_long)
 
@@ -257,6 +280,22 @@ def plan_rows(widths: tuple[int, ...], has_factor: bool) -> Plan | None:
     if held <= 8192:
         return Plan(tuple(pieces), rows, 4 if padded <= 4096 else 8, 3, 4)
     return Plan(tuple(pieces), 1, 8, 3, 1)
+
+
+def launch_read(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes (M, K) times scales (M, 1), in a dtype."""
+    out = torch.empty_like(codes, dtype=dtype)
+    num_rows, width = codes.shape
+    block_rows, block_cols = (64, 512) if INTERPRETING else (16, 256)
+    READ.launch(
+        -(-num_rows // block_rows) * -(-width // block_cols),
+        (codes, scales, out),
+        (),
+        (num_rows,),
+        (width, block_rows, block_cols),
+        4,
+    )
+    return out
 
 
 def launch_quantize(

@@ -24,8 +24,8 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_joint,
-    fp8_read,
     fp8_transpose,
+    read_codes,
 )
 from trainkit.kernels.fp8.reference import FP8
 
@@ -85,7 +85,7 @@ class Fp8Weight:
 
     def __call__(self, storage: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in a dtype: exact in bf16 and wider."""
-        return fp8_read(storage, self.scales, dtype)
+        return read_codes(storage, self.scales, dtype)
 
     def product(self, x: SharedInput, storage: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` (M, N): rounded to bf16, in the rows' dtype."""
