@@ -101,7 +101,7 @@ def read_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     codes = codes.view(FP8) if codes.dtype == torch.uint8 else codes
     if dtype in _KERNEL_DTYPES and codes.numel() and runs_kernel(scales):
-        return kernel.launch_read(codes, scales, dtype)
+        return kernel.launch_read_codes(codes, scales, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (codes.to(wide) * scales.to(wide)).to(dtype)
 

@@ -215,7 +215,7 @@ def _quantize_long(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _read(
+def _read_codes(
     codes_ptr,
     scales_ptr,
     out_ptr,
@@ -224,7 +224,7 @@ def _read(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Codes (M, K) of a byte times their rows' scales; to bf16 a perfect kernel moves 3 MK bytes."""
+    """Codes (M, K) of a byte times their rows' scales; a perfect kernel moves 3 MK to bf16."""
     blocks: tl.constexpr = (WIDTH + BLOCK_COLS - 1) // BLOCK_COLS
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -236,7 +236,7 @@ def _read(
     tl.store(out_ptr + places, read.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-READ = Kernel(_read)
+READ_CODES = Kernel(_read_codes)
 QUANTIZE = Kernel(_quantize)
 QUANTIZE_LONG = Kernel(_quantize_long)
 
@@ -282,12 +282,12 @@ def plan_rows(widths: tuple[int, ...], has_factor: bool) -> Plan | None:
     return Plan(tuple(pieces), 1, 8, 3, 1)
 
 
-def launch_read(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def launch_read_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes (M, K) times scales (M, 1), in a dtype."""
     out = torch.empty_like(codes, dtype=dtype)
     num_rows, width = codes.shape
     block_rows, block_cols = (64, 512) if INTERPRETING else (16, 256)
-    READ.launch(
+    READ_CODES.launch(
         -(-num_rows // block_rows) * -(-width // block_cols),
         (codes, scales, out),
         (),
