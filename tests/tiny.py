@@ -61,6 +61,17 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+TABLES = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 16},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global"], 2]],
+                "num_heads": 2, "max_position_embeddings": 16},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 16},
+}  # fmt: skip
+"""Models that read 16 positions and no more."""
+
+
 def make_qwen2(vocab_size, *, seed=0, **overrides):
     """A tiny random Qwen2 in fp32: hidden 64, two layers, grouped heads."""
     import torch

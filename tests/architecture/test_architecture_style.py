@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_756, "words": 9_738},
-    "tests": {"code": 43_314},
+    "trainkit": {"files": 380, "code": 61_788, "words": 9_740},
+    "tests": {"code": 43_355},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_790},
 }

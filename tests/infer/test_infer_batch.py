@@ -3,14 +3,16 @@
 import json
 
 import pytest
+from tiny import TABLES
 from train.router_cases import make_moe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
 from trainkit.infer.batch import generate_file
 from trainkit.infer.engine import Engine
 from trainkit.infer.sampling import SamplingOptions
+from trainkit.models.generation import generate_rows
 
 
 @pytest.fixture
@@ -216,3 +218,14 @@ def test_a_model_whose_routers_have_a_loss_answers(tiny_tokenizer):
     )
     assert first == again
     assert model.config.output_router_logits  # training goes on with it
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_row_that_fills_a_table_of_positions_ends_while_others_go_on(kind):
+    config = AutoConfig.for_model(kind, vocab_size=99, **TABLES[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts, how = [[5, 6], [7] * 9, [8] * 16], {"max_new_tokens": 99, "do_sample": False}
+    model.generation_config.eos_token_id = None
+    rows = generate_rows(model, prompts, 0, **how)
+    assert [len(row) for row in rows] == [14, 7, 0]
+    assert generate_rows(model, prompts[:1], 0, **how) == rows[:1]

@@ -11,7 +11,7 @@ import math
 import random
 from pathlib import Path
 
-from commands import trainkit
+from commands import trainkit_each
 from tiny import make_tokenizer
 
 SIZES = {
@@ -64,9 +64,9 @@ def draw(seed):
     }
     mask = roll.choice(["assistant", "last_assistant"]) if is_chat else "none"
     recipe = {
-        "model": {"name_or_path": "m", "dtype": "float32"},
+        "model": {"name_or_path": f"{seed}/m", "dtype": "float32"},
         "data": {
-            "train": ["d.jsonl"],
+            "train": [f"{seed}/d.jsonl"],
             "max_length": 256,
             "packing": roll.random() < 0.5,
             "mask": mask,
@@ -97,19 +97,30 @@ def _text(roll):
     return {"text": "".join(roll.choice("abcde ") for _ in range(roll.randint(5, 40))) + "."}
 
 
-def differences(seed, folder):
-    """Train recipe ``seed``; per step how far loss and norm are from the truth, and may be.
+def differences(seeds, folder):
+    """Train recipes; per step how far loss and norm are from the truth, and may be.
 
     Returns:
-        ``(what, is, truth, error, bound)`` of each figure. What may be is three times what the same
-        plain loop in fp32 is off at its worst, since other orders of the same sums round otherwise,
-        and at least 32 roundings.
+        For each seed ``(what, is, truth, error, bound)`` of each figure. What may be is three times
+        what the same plain loop in fp32 is off at its worst, since other orders of the same sums
+        round otherwise, and at least 32 roundings.
     """
+    places, tokenizer = {seed: folder / str(seed) for seed in seeds}, make_tokenizer()
+    for seed, place in places.items():
+        _write(seed, place, tokenizer)
+    commands = [
+        ["sft", "--config", f"{seed}/r.yaml", "--output-dir", f"{seed}/run"] for seed in seeds
+    ]
+    said = trainkit_each(folder, commands)
+    assert [each.code for each in said] == [0] * len(places), said
+    return {seed: _compared(seed, place, tokenizer) for seed, place in places.items()}
+
+
+def _write(seed, place, tokenizer):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    recipe, rows, is_chat, family = draw(seed)
-    tokenizer = make_tokenizer()
+    recipe, rows, _, family = draw(seed)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         family,
@@ -117,16 +128,20 @@ def differences(seed, folder):
         eos_token_id=tokenizer.eos_token_id,
         **{**SIZES, **FAMILIES[family]},
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "m")
-    tokenizer.save_pretrained(folder / "m")
-    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "r.yaml").write_text(json.dumps(recipe))
-    said = trainkit(folder, "sft", "--config", "r.yaml", "--output-dir", "run")
-    assert said.code == 0, said.err
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    AutoModelForCausalLM.from_config(config).save_pretrained(place / "m")
+    tokenizer.save_pretrained(place / "m")
+    (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "r.yaml").write_text(json.dumps(recipe))
+
+
+def _compared(seed, place, tokenizer):
+    import torch
+
+    recipe, rows, is_chat, _ = draw(seed)
+    lines = map(json.loads, (place / "run" / "metrics.jsonl").read_text().splitlines())
     ours = [(row["loss"], row["grad_norm"]) for row in lines if "loss" in row]
     samples = [_tokens(tokenizer, row, recipe["data"]["mask"], is_chat) for row in rows]
-    true, plain = (_train(recipe, samples, folder, kind) for kind in (torch.float64, torch.float32))
+    true, plain = (_train(recipe, samples, place, kind) for kind in (torch.float64, torch.float32))
     assert len(ours) == len(true) == STEPS
     found = []
     for column, what in enumerate(("loss", "grad_norm")):
@@ -234,5 +249,6 @@ if __name__ == "__main__":
 
     for number in range(int(sys.argv[1])):
         with tempfile.TemporaryDirectory() as place:
-            off = [row for row in differences(number, Path(place)) if not row[3] <= row[4]]
+            found = differences([number], Path(place))[number]
+            off = [row for row in found if not row[3] <= row[4]]
             print(number, draw(number)[3], "is off:" if off else "fits", *off, flush=True)

@@ -15,6 +15,10 @@ LLAMA_3_2 = {
         "rope_type": "llama3",
     },
 }
+LINEAR = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}},
+}
 YARN = {
     "max_position_embeddings": 32768,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
@@ -28,6 +32,9 @@ YARN = {
         (YARN, 131072),
         ({"text_config": LLAMA_3_2, "vision_config": {"max_position_embeddings": 64}}, 131072),
         ({"n_positions": 1024}, 1024),
+        ({"model_max_length": 512}, 512),
+        ({**LINEAR, "model_type": "llama"}, 1048576),
+        ({"text_config": {**LINEAR, "model_type": "gemma3_text"}}, 131072),
         ({}, None),
     ],
 )
@@ -45,4 +52,4 @@ def test_nobody_else_reads_it_off_a_configuration():
         and not path.relative_to(package).parts[0].startswith(("bench", "quickstart"))
         and "convert" not in path.parts
     }
-    assert readers == {"models/context.py", "models/files.py"}  # the second in a message
+    assert readers == {"models/context.py", "train/fit.py"}  # the second in a message

@@ -34,7 +34,7 @@ training:
 
 def test_each_value_says_where_it_was_given(load):
     loaded = load(
-        FULL,
+        FULL.removesuffix("\n"),
         ["training.weight_decay=0.1", "data.max_length=256"],
         {"--deepspeed": "zero3", "--output-dir": "out", "--replace-kernel": None},
     )

@@ -181,17 +181,14 @@ class Engine:
         should_stop: Callable[[], bool] | None,
     ) -> list[Answer]:
         prompts = [self.prompt_ids(question) for question in questions]
-        width = max(map(len, prompts))
         stopping = _StopOnRequest(should_stop)
         criteria: list[StoppingCriteria] = [] if should_stop is None else [stopping]
-        if self.context is not None and width + sampling.max_new_tokens > self.context:
-            padding = [width - len(prompt) for prompt in prompts]
-            criteria.append(_ContextIsFull(self.context, padding))
         with _no_router_losses(self.model.config):
             rows = generate_rows(
                 self.model,
                 prompts,
                 self.pad_id or 0,
+                self.context,
                 **self._seen(questions, sampling),
                 generation_config=sampling.generation_config(
                     self.model.generation_config, self.stop_ids, self.pad_id
@@ -422,19 +419,6 @@ class _StopOnRequest(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.was_requested = self._should_stop is not None and self._should_stop()
         return torch.full((input_ids.shape[0],), self.was_requested, device=input_ids.device)
-
-
-class _ContextIsFull(StoppingCriteria):
-    """Ends each row of a batch where its own tokens fill the model's context."""
-
-    def __init__(self, context: int, padding: Sequence[int]) -> None:
-        self._context = context
-        self._padding = torch.tensor(padding)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        beams = input_ids.shape[0] // len(self._padding)
-        lengths = input_ids.shape[1] - self._padding.repeat_interleave(beams)
-        return (lengths >= self._context).to(input_ids.device)
 
 
 def _as_row(question: Question) -> Row:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
-from trainkit.models.context import context_of, learned_positions
 from trainkit.places import WEIGHTS
 
 MOST = 10**6
@@ -183,24 +182,3 @@ def with_sound_normalizer(directory: Path) -> Path:
             fix="use the tokenizer.json of the base model",
         )
     return directory
-
-
-def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
-    """What to say where samples may be longer than the model's context; None where they cannot."""
-    text = config.get_text_config()
-    table = learned_positions(text.to_dict())
-    context = context_of(config.to_dict())
-    if context is None or max_length <= context:
-        return None
-    said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
-    if table is not None:
-        raise ModelError(
-            f"{said}, and it has no positions behind them",
-            where="data.max_length",
-            fix=f"set data.max_length={context} or less",
-        )
-    return (
-        f"{said} (max_position_embeddings with its rope scaling): longer samples train positions "
-        f"that it never saw; set data.max_length={context} or less, or give its config.json a rope "
-        "scaling"
-    )

@@ -4,14 +4,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from trainkit.auto_class import without_adapters
 from trainkit.evaluation_mode import changed
+from trainkit.models.context import table_of
 
 
 def generate_rows(
-    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, **how: Any
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    pad_id: int,
+    context: int | None = None,
+    **how: Any,
 ) -> list[list[int]]:
     """The token ids behind each prompt; short prompts are padded on the left, where none looks.
 
@@ -19,10 +30,24 @@ def generate_rows(
         model: a transformers or peft model.
         prompts: token ids.
         pad_id: fills short rows.
+        context: so many tokens end a row; with a table of positions that has to be its size.
         how: arguments of ``generate``; and ``kinds``, the name of one that says which tokens stand
             for images (None: there is none), with that token.
     """
     width = max(map(len, prompts))
+    wanted: int = how.get("max_new_tokens") or how["generation_config"].max_new_tokens
+    table = table_of(model)
+    context = table if context is None else context
+    if table is not None and width + wanted > table:  # a full row would read on behind it
+        if len(prompts) > 1:
+            alone = (generate_rows(model, [each], pad_id, context, **how) for each in prompts)
+            return [row for rows in alone for row in rows]
+        if width >= table:
+            return [[]]
+    if context is not None and width + wanted > context:
+        full = _ContextIsFull(context, [width - len(prompt) for prompt in prompts])
+        criteria = [*how.get("stopping_criteria", ()), full]
+        how["stopping_criteria"] = StoppingCriteriaList(criteria)
     input_ids = torch.full((len(prompts), width), pad_id)
     attention_mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):
@@ -86,3 +111,16 @@ class _Noise(LogitsProcessor):
         rows = zip(logits, self._generators, strict=True)
         noise = [torch.empty_like(row).exponential_(generator=each) for row, each in rows]
         return logits - torch.stack(noise).log()
+
+
+class _ContextIsFull(StoppingCriteria):
+    """Ends each row of a batch where its own tokens fill the model's context."""
+
+    def __init__(self, context: int, padding: Sequence[int]) -> None:
+        self._context = context
+        self._padding = torch.tensor(padding)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        beams = input_ids.shape[0] // len(self._padding)
+        lengths = input_ids.shape[1] - self._padding.repeat_interleave(beams)
+        return (lengths >= self._context).to(input_ids.device)

@@ -93,7 +93,7 @@ def read_document(path: Path) -> Document:
             where=f"{path}:1",
             fix="write `model:`, `data:`, `training:` at the left margin",
         )
-    return Document(path, text, values, reader.lines)
+    return Document(path, text.removesuffix("\n") + "\n", values, reader.lines)
 
 
 def parse_value(text: str, where: str) -> Any:

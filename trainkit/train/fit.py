@@ -12,6 +12,7 @@ from transformers.trainer_utils import check_target_module_exists
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
+from trainkit.models.context import context_of, table_of
 from trainkit.models.loading import can_set_attention
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
@@ -58,6 +59,26 @@ def refuse_unfit_model(
         from trainkit.models.patch import patch_kernels
 
         patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
+
+
+def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
+    """What to say where samples may be longer than the model's context; None where they cannot."""
+    context = context_of(config.to_dict())
+    if context is None or max_length <= context:
+        return None
+    said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
+    skeleton = skeleton_of(config)
+    if skeleton is not None and table_of(skeleton) is not None:
+        raise ModelError(
+            f"{said}, and it has no positions behind them",
+            where="data.max_length",
+            fix=f"set data.max_length={context} or less",
+        )
+    return (
+        f"{said} (max_position_embeddings with its rope scaling): longer samples train positions "
+        f"that it never saw; set data.max_length={context} or less, or give its config.json a rope "
+        "scaling"
+    )
 
 
 def _refuse_every(model: PreTrainedModel, k: int) -> None:

@@ -141,6 +141,7 @@ def _generate(
 ) -> list[str]:
     """The model's continuations of a batch, without special tokens."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
     rows = generate_rows(
         model,
         prompts,
@@ -150,7 +151,7 @@ def _generate(
         use_cache=True,
         pad_token_id=pad,
         **pixels,
-        **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
+        **ends,
     )
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 

@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 
 from trainkit.data.options import BUFFER
 from trainkit.errors import RecipeError, TrainkitError
-from trainkit.models.files import context_warning
 from trainkit.models.proof.replica import replica_of
 from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer, new_tokens
 from trainkit.objectives import objective_of
@@ -34,7 +33,7 @@ from trainkit.recipe.derived import derive_values
 from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
-from trainkit.train.fit import refuse_unfit_model
+from trainkit.train.fit import context_warning, refuse_unfit_model
 from trainkit.train.hooks import own_callbacks
 from trainkit.train.images import data_options, vision_of
 from trainkit.train.quiet import tokenisation_progress

@@ -118,6 +118,13 @@ def test_weights_that_are_no_numbers_are_named(packed, number):
         settled(model, packed=packed)
 
 
+def test_a_setting_without_a_number_is_no_fault_of_the_attention():
+    model = tiny("llama")
+    model.model.norm.variance_epsilon = math.nan
+    with pytest.raises(ModelError, match="with any attention its logits hold NaN"):
+        settled(model, packed=True)
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason", "padded"), PADDED_ONLY.values(), ids=PADDED_ONLY.keys()
 )

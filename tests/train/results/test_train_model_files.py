@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import make_qwen2, make_tokenizer
-from transformers import GPT2Config, Qwen2Config
+from tiny import TABLES, make_qwen2, make_tokenizer
+from transformers import AutoConfig, Qwen2Config
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
-from trainkit.models.files import context_warning
 from trainkit.models.loading import load_model
 from trainkit.models.tokenizer import check_exists, explained, load_config, load_tokenizer
 from trainkit.options import ModelOptions
+from trainkit.train.fit import context_warning
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +200,12 @@ def test_a_run_directory_is_no_model(tmp_path):
         check_exists(ModelOptions(str(tmp_path)))
 
 
-def test_a_table_of_positions_is_a_limit():
-    config = GPT2Config(n_positions=64)
-    assert context_warning(config, 64) is None
-    with pytest.raises(ModelError, match="context of 64 tokens"):
-        context_warning(config, 65)
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_positions_is_a_limit(kind):
+    config = AutoConfig.for_model(kind, vocab_size=99, **TABLES[kind])
+    assert context_warning(config, 16) is None
+    with pytest.raises(ModelError, match="context of 16 tokens"):
+        context_warning(config, 17)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path):

@@ -177,11 +177,14 @@ def _settled(
             checks = tuple(asdict(row) for row in [*refused, *rows])
             return replace(candidate, reason=reason, checks=checks)
         refused += [replace(row, status="refused") for row in failed]
-    if broken := not_finite(subject):
+    broken = not_finite(subject)
+    if broken or not all(each.isfinite().all() for each in reference.logits.values()):
+        what = f"the weight {broken} holds" if broken else "with any attention its logits hold"
         raise ModelError(
-            f"the weight {broken} holds NaN or infinity, so the model predicts nothing",
+            f"{what} NaN or infinity, so the model predicts nothing",
             where="model.name_or_path",
-            fix="take the files from where they came from again, or an earlier checkpoint",
+            fix="take the files, config.json too, from where they came from again, or an earlier "
+            "checkpoint",
         )
     last = next(row for row in reversed(refused) if row.compared == "logits")
     if last.batch == "packed":
