@@ -8,12 +8,12 @@
 | held-out shares; stores; special tokens | tests/data/test_data_properties.py |
 | streams go on from any position | tests/data/test_data_streaming.py |
 | mixtures: weights and epochs in any order; sources draw by themselves; drawn rows nest | here |
-| rows: names of question and answer | here |
+| rows: names of question and answer | tests/data/read/test_data_user_files.py |
 | pipes and devices in place of files | here |
-| bases and checkpoints: any changed byte | here |
+| bases and checkpoints: any changed byte | tests/checkpoint/test_checkpoint_base.py |
 | records: damaged rows stay where they were, and no whole row is lost | here |
 | logging_steps: all readers agree; seeds go together | tests/run/test_run_logging_steps.py |
-| secrets: any value, any assignment; twice is once | here |
+| secrets: any value, any assignment; twice is once | tests/run/test_run_secrets.py |
 | what is printed holds no control characters | here |
 | git: wherever a program is named | tests/run/test_run_git.py |
 | DeepSpeed's files write inside the run | tests/parallel/test_parallel_deepspeed_file.py |
@@ -22,14 +22,13 @@
 | context length: one truth, never below the table's | here |
 | what `new` writes is taken | tests/train/test_train_fit.py |
 | warm-ups end before the run | here |
-| permissions follow the umask | here |
+| permissions follow the umask | tests/run/test_run_directory.py |
 | code that comes with a model | tests/infer/test_infer_own_code.py |
 """
 
 import contextlib
 import json
 import os
-import string
 import time
 from collections import Counter
 from pathlib import Path
@@ -39,18 +38,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainkit.checkpoint.weights.base_fingerprint import base_files
-from trainkit.checkpoint.whole.atomic import staged_directory
-from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.data.datasets import Share, choose_rows, epoch_order, row_keys, stream_names
-from trainkit.data.formats import pair_of
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.models.context import context_of
 from trainkit.patterns import refuse_endless
 from trainkit.places import regular_files
 from trainkit.recipe.schema import late_warmup
-from trainkit.redact import redact_text
-from trainkit.run import RunDirectory
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.terminal import visible
 
@@ -107,24 +100,6 @@ def test_sources_of_one_file_name_draw_by_themselves_and_drawn_rows_nest(size, s
     assert not (less & ~more).any()
 
 
-ASKS = ["instruction", "query", "question", "prompt", "human", "user"]
-ANSWERS = ["output", "response", "answer", "assistant"]
-
-
-@QUICK
-@given(
-    asks=st.sampled_from(ASKS),
-    answers=st.sampled_from(ANSWERS),
-    extra=st.dictionaries(st.sampled_from(["id", "n", "score"]), st.integers(), max_size=2),
-    turned=st.booleans(),
-)
-def test_a_question_and_an_answer_are_found_by_any_of_their_names(asks, answers, extra, turned):
-    row = {asks: "what", answers: "that", **extra}
-    row = dict(reversed(row.items())) if turned else row
-    assert pair_of(row) == (asks, answers)
-    assert pair_of({**row, next(name for name in ASKS if name != asks): "more"}) is None
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -138,26 +113,6 @@ def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match="pipe"):
         regular_files(tmp_path, ModelError)
-
-
-@QUICK
-@given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), file=st.integers(0, 2))
-def test_any_changed_byte_of_a_base_or_of_a_checkpoint_is_seen(place, change, file, tmp_path):
-    folder = tmp_path / f"{time.monotonic_ns()}"
-    with staged_directory(folder) as staging:
-        for name, text in (("config.json", "{}"), ("model.safetensors", "weights" * 9)):
-            (staging / name).write_text(text)
-        (staging / "tokenizer.json").write_text('{"model": {}}')
-    before = base_files(folder)
-    verify_directory(folder)
-    path = folder / ("config.json", "model.safetensors", "tokenizer.json")[file]
-    content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= change
-    path.write_bytes(bytes(content))
-    if path.name != "tokenizer.json":  # a run has its own
-        assert base_files(folder) != before
-    with pytest.raises(CheckpointError, match=path.name):
-        verify_directory(folder)
 
 
 @QUICK
@@ -179,28 +134,6 @@ def test_damaged_rows_stay_and_no_whole_row_is_lost(damaged, keep, junk, tmp_pat
     set_aside = other.read_text().splitlines() if other.exists() else []
     assert Counter(file.read_text().splitlines() + set_aside) == Counter(lines)
     other.unlink(missing_ok=True)
-
-
-NAMES = ["api_key", "HF_TOKEN", "dbPassword", "client-secret", "AWS_SECRET_ACCESS_KEY"]
-FORMS = ["{0}={1}", '{0} = "{1}"', '"{0}": "{1}"', "export {0}='{1}'", "--{0} {1}", "{0}: {1}"]
-
-
-@QUICK
-@given(
-    name=st.sampled_from(NAMES),
-    form=st.sampled_from(FORMS),
-    secret=st.text(string.ascii_letters + string.digits + "-_", min_size=16, max_size=40).filter(
-        lambda text: text[0].isalnum() and text[-1].isalnum()
-    ),
-)
-def test_a_secret_goes_however_it_is_assigned_and_what_is_around_it_stays(name, form, secret):
-    text = f"lr = 1e-5\n{form.format(name, secret)}\nepochs = 3\n"
-    redacted = redact_text(text, {})
-    assert secret not in redacted
-    assert name in redacted
-    assert redacted.startswith("lr = 1e-5\n")
-    assert redacted.endswith("\nepochs = 3\n")
-    assert redact_text(redacted, {}) == redacted
 
 
 @QUICK
@@ -252,13 +185,3 @@ def test_a_context_is_never_below_its_limit_and_a_table_is_its_end(
 def test_a_warm_up_that_outlasts_the_run_is_asked_back_and_no_other(more, last):
     warmup = max(last + more, 0.0)
     assert bool([*late_warmup(warmup, last)]) == (last > 0 and warmup > last)
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077])
-def test_a_run_directory_has_the_permissions_that_the_umask_leaves(mask, tmp_path):
-    before = os.umask(mask)
-    try:
-        root = RunDirectory.create_at(tmp_path / "run").root
-    finally:
-        os.umask(before)
-    assert root.stat().st_mode & 0o777 == 0o777 & ~mask

@@ -1,8 +1,9 @@
-"""Compile every kernel for a GPU that is not here: python aot_kernels.py ARCH [every]
+"""Compile every kernel for GPUs that are not here: python aot_kernels.py ARCH[,ARCH] [every]
 
 Run without TRITON_INTERPRET. The ops are called on CPU tensors with the launch replaced, so what is
 compiled is exactly what a launch would ask for. Prints one line a kernel, and fails on an error or
-on more shared memory than the architecture has.
+on more shared memory than the architecture has. A second architecture is compiled for where a
+launch is another one there, or shared memory may not suffice.
 """
 
 import itertools
@@ -70,6 +71,7 @@ def compile_for(arch, jitted, given, constants, specialized, **options):
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[arch], (name, compiled.metadata.shared)
     assert compiled.asm["cubin"]
+    return compiled.metadata.shared
 
 
 WIDE = (4096, 8192, 65536)  # hidden sizes at which a row no longer leaves room for others
@@ -166,17 +168,20 @@ def adapt_what_models_bring(arch: int) -> None:
         gate.codes_of_gradients(ones(2, 64, 512), (columns,) * 2, largest, b_pair)
 
 
-def main(arch: int, every: bool) -> None:
-    seen = set()
+def main(arch: int, every: bool, seen: dict[object, int]) -> None:
+    """``seen``: shared memory of each launch that another architecture has compiled."""
+    done = set()
 
     def compile_once(jitted, given, constants, specialized, **options):
         kinds = tuple(each.dtype for each in given.values() if isinstance(each, torch.Tensor))
         values = tuple(value for name, value in given.items() if name in constants)
         key = (jitted.__name__, kinds, values, *options.values())
-        if key not in seen:
-            seen.add(key)
-            compile_for(arch, jitted, given, constants, specialized, **options)
-            print(arch, jitted.__module__, jitted.__name__, flush=True)
+        if key in done or seen.get(key, SHARED_BYTES[arch]) < SHARED_BYTES[arch] // 2:
+            return
+        done.add(key)
+        shared = compile_for(arch, jitted, given, constants, specialized, **options)
+        seen[key] = max(shared, seen.get(key, 0))
+        print(arch, jitted.__module__, jitted.__name__, flush=True)
 
     def record(
         self, programs, pointers, strides, free, constants, num_warps, num_stages=1, products=0
@@ -218,4 +223,6 @@ def main(arch: int, every: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "every" in sys.argv)
+    known: dict[object, int] = {}
+    for each in sys.argv[1].split(","):
+        main(int(each), "every" in sys.argv, known)

@@ -5,7 +5,6 @@ import torch
 
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
-    linear_cross_entropy_reference,
 )
 
 pytestmark = pytest.mark.gpu
@@ -25,23 +24,6 @@ def run(op, states, weight, labels, **options):
     loss = op(*leaves, labels, **options)
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("rows", "hidden", "vocab"),
-    [(1500, 896, 32003), (700, 256, 151936), (1, 64, 5), (513, 72, 999)],
-)
-def test_no_less_accurate_than_full_logits(rows, hidden, vocab, dtype):
-    case = make_case(rows, hidden, vocab, dtype, trained=1.0 if rows == 1 else 0.7)
-    count = int((case[2] != -100).sum())
-    truth = run(linear_cross_entropy_reference, case[0].double(), case[1].double(), case[2])
-    theirs = run(linear_cross_entropy_reference, *case)
-    for options in ({}, {"num_trained": count}, {"num_trained": count, "chunk_tokens": 300}):
-        ours = run(linear_cross_entropy, *case, **options)
-        for got, plain, wanted in zip(ours, theirs, truth, strict=True):
-            error, allowed = ((each.double() - wanted).norm() for each in (got, plain))
-            assert error <= 1.05 * allowed + 2e-6 * wanted.norm(), options
 
 
 def test_runs_repeat_bit_for_bit():
@@ -87,14 +69,3 @@ def test_extra_memory_is_bounded_by_the_chunk():
     # What remains is the fp32 gradients of the weight and the hidden states, and their bf16 ones.
     gradients = (vocab * hidden + rows * hidden) * 6 / 2**30
     assert extra(256) <= gradients + 0.15
-
-
-@pytest.mark.parametrize("frozen", ["states", "weight"])
-def test_frozen_inputs(frozen):
-    states, weight, labels = make_case(1000, 128, 5000, torch.bfloat16)
-    truth = run(linear_cross_entropy_reference, states.double(), weight.double(), labels)
-    leaf = weight if frozen == "states" else states
-    leaf.requires_grad_()
-    linear_cross_entropy(states, weight, labels, chunk_tokens=256).backward()
-    wanted = truth[2] if frozen == "states" else truth[1]
-    assert (leaf.grad.double() - wanted).norm() <= 1e-2 * wanted.norm()  # bf16: a few of 2^-9

@@ -11,9 +11,7 @@ from objectives.test_objectives_distill import conversation
 from tiny import make_qwen2, make_tokenizer
 from transformers import TrainerCallback, set_seed
 
-from trainkit.errors import RecipeError
 from trainkit.objectives.table import objective_of
-from trainkit.recipe import Recipe
 
 NUM_ROWS = 12
 
@@ -123,22 +121,3 @@ def train(root, **options):
 
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
     same_when_cut(train, tmp_path, rel=5e-3, abs=1e-7, max_steps=3)
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ({"training": {"label_smoothing_factor": 0.1}}, "training.label_smoothing_factor"),
-        ({"data": {"train": ["d.jsonl"], "per_source_loss": True}}, "data.per_source_loss"),
-        ({"model": {"name_or_path": "m", "fp8": True}}, "objective"),
-        ({"model": {"name_or_path": "m", "router_aux_loss": 0.1}}, "model.router_aux_loss"),
-        ({"optim_in_backward": True, "training": {"max_grad_norm": 0}}, "objective"),
-        ({"preference": {}}, "preference"),
-        ({"eaft": {}}, "eaft"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(change, where):
-    base = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objective": "dft"}
-    with pytest.raises(RecipeError) as caught:
-        Recipe(**{**base, **change})
-    assert where in str(caught.value)

@@ -7,7 +7,6 @@ import torch
 from commands import trainkit
 from objectives.pair_cases import resumed_alike, same_when_cut
 from objectives.test_objectives_distill import (
-    BASE,
     make_trainer,
     plain_divergence,
     teacher_of,
@@ -16,10 +15,8 @@ from objectives.test_objectives_distill import (
 from objectives.test_objectives_pairs import logged
 from tiny import make_qwen2, make_tokenizer
 
-from trainkit.errors import RecipeError
 from trainkit.models.generation import draw_rows
 from trainkit.options.training import OnPolicyOptions
-from trainkit.recipe import Recipe
 from trainkit.train.hooks import Hook
 from trainkit.train.teacher import DrawnAnswers
 
@@ -213,30 +210,6 @@ def test_the_student_comes_closer_on_prompts_that_it_has_not_seen(tmp_path):
     trainer.train()
     trainer.model.eval()
     assert distance(trainer.model, trainer.run.teacher) < before / 2
-
-
-def on_policy(change=None, **other):
-    distill = {"teacher": "t", "on_policy": {}, **(change or {})}
-    data = {"train": ["d.jsonl"], "packing": False}
-    return {**BASE, "data": {**data, **other.pop("data", {})}, "distill": distill, **other}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "where"),
-    [
-        (on_policy({"teacher": None}), "distill.on_policy"),
-        (on_policy({"sft_weight": 0.1}), "distill.sft_weight"),
-        (on_policy(data={"packing": True}), "data.packing"),
-        (on_policy(data={"streaming": True}, training={"max_steps": 1}), "data.streaming"),
-        (on_policy(parallel={"shard": "zero3"}), "distill.on_policy"),
-        (on_policy(parallel={"shard": "fsdp2"}), "distill.on_policy"),
-        (on_policy({"on_policy": {"share": 1.5}}), "distill.on_policy.share"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(recipe, where):
-    with pytest.raises(RecipeError) as caught:
-        Recipe(**recipe)
-    assert str(caught.value.where) == where
 
 
 def test_a_row_without_a_prompt_is_refused(places):

@@ -20,8 +20,6 @@ from objectives.pair_cases import (
 
 from trainkit.data.formats import read_row
 from trainkit.data.messages import RowError, TextRow
-from trainkit.errors import RecipeError
-from trainkit.recipe import Recipe
 from trainkit.train.reference import read_known, write_known
 
 CASES = {
@@ -217,30 +215,6 @@ def test_rows_that_cannot_be_compared_are_refused(change, reason):
     with pytest.raises(RowError) as caught:
         read_row({**ROWS["explicit"], **change}, "preference")
     assert caught.value.reason == reason
-
-
-BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objective": "dpo"}
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ({"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights"),
-        ({"lora": None, "model": {"name_or_path": "m", "fp8": True}}, "objective"),
-        ({"parallel": {"pipeline": 2}}, "objective"),
-        ({"data": {"train": ["d.jsonl"], "mask": "none"}}, "data.mask"),
-        ({"training": {"label_smoothing_factor": 0.1}}, "training.label_smoothing_factor"),
-        ({"preference": {"loss": "ipo", "label_smoothing": 0.1}}, "preference.label_smoothing"),
-        ({"objective": "orpo", "preference": {"loss": "ipo"}}, "preference.loss"),
-        ({"objective": "orpo", "preference": {"sft_weight": 0.1}}, "preference.sft_weight"),
-        ({"preference": {"sft_prompt": True}}, "preference.sft_prompt"),
-        ({"objective": "sft", "preference": {}}, "preference"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(change, where):
-    with pytest.raises(RecipeError) as caught:
-        Recipe(**{**BASE, "lora": {}, **change})
-    assert where in str(caught.value)
 
 
 RECIPE = """\

@@ -93,18 +93,3 @@ def test_the_cut_and_the_packing_change_nothing(tmp_path):
         for packing in (False, True)
     )
     assert packed[0] == pytest.approx(whole[0], rel=1e-4)  # all pairs, in fewer rows
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ("parallel: {shard: zero3}", "objective"),
-        ("preference: {beta: 0.2}", "preference.beta"),
-        ("eval_tasks: {tasks: [boolq], every: 2}", "eval_tasks"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(change, where, tmp_path, tiny_qwen2):
-    start(tmp_path, tiny_qwen2, FULL + change + "\n")
-    said = trainkit(tmp_path, "sft", "r.yaml", pictures=False)
-    assert said.code == 2
-    assert f"{where}" in said.err

@@ -8,9 +8,6 @@ from objectives import pair_cases
 from objectives.pair_cases import pair, resumed_alike, same_when_cut, step_of
 from tiny import attending
 
-from trainkit.errors import RecipeError
-from trainkit.recipe import Recipe
-
 
 @pytest.mark.parametrize("given", [{}, {"objective": "orpo", "preference": {"sft_prompt": True}}])
 def test_a_step_is_that_of_the_unshared_pairs(given, tmp_path):
@@ -66,24 +63,3 @@ def test_a_run_goes_as_one_that_does_not_share(objective, tmp_path, tiny_qwen2):
     values = [[row[key] for row in rows if key in row] for rows in found]
     assert values[0][0] == pytest.approx(values[1][0], rel=1e-6)  # before the first step
     assert len(values[0]) == 3
-
-
-BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objective": "dpo"}
-SHARES = {**BASE, "preference": {"share_prompts": True}}
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        ({"data": {"train": ["d.jsonl"], "packing": False}}, "data.packing"),
-        ({"objective": "kto"}, "preference.share_prompts"),
-        (
-            {"model": {"name_or_path": "m", "attn_implementation": "sdpa"}},
-            "model.attn_implementation",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_key(change, where):
-    with pytest.raises(RecipeError) as caught:
-        Recipe(**{**SHARES, **change})
-    assert str(caught.value.where) == where

@@ -54,7 +54,7 @@ def test_open_wants_a_run(tmp_path, run):
         RunDirectory.open(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
 def test_rights_are_those_that_the_umask_gives(umask, tmp_path):
     before = os.umask(umask)
     try:

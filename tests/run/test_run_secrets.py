@@ -36,6 +36,12 @@ def test_innocent_names(name):
     assert not is_secret_name(name)
 
 
+LETTERS = string.ascii_letters + string.digits
+# Every line of a key that is one: without the words, no scanner of this repository finds one here.
+KEY = "-----BEGIN {0}PRIVATE KEY-----\n{1}\n{1}\n-----END {0}PRIVATE KEY-----".format
+KEYS = [KEY("RSA ", "{}"), KEY("", "+{}"), KEY("OPENSSH ", " {}")]
+
+
 @pytest.mark.parametrize("text", WORDS["secret_texts"])
 def test_text_is_redacted(text):
     text = text.replace("{}", CANARY).replace(r"\n", "\n")
@@ -43,18 +49,26 @@ def test_text_is_redacted(text):
         assert CANARY not in redact_text(written, {}), written
 
 
-def test_what_this_project_says_of_itself_holds_no_secret():
-    root = Path(__file__).parents[2]
-    for file in (root / "README.md", *root.glob("docs/**/*.md"), *root.glob("configs/*.yaml")):
-        assert redact_text(file.read_text(), {}) == file.read_text(), file
+@pytest.mark.parametrize("line", [*WORDS["assigned"], *KEYS])
+def test_secrets_that_are_assigned_go_in_every_file(line):
+    value = "kq7" + "".join(random.Random(line).choices(LETTERS, k=37))
+    text = f"before\n{line.replace('{}', value)}\nafter"
+    for shown in (text, json.dumps(text), escape(text), text.replace("\n", "\r\n")):
+        found = redact_text(shown, {})
+        assert value not in found
+        assert "before" in found
+        assert "after" in found
+        assert redact_text(found, {}) == found
+    assert value not in str(redact({"a": [{"b": text}]}, {}))
 
 
 @pytest.mark.parametrize("text", WORDS["innocent_texts"])
 def test_innocent_text_is_left_alone(text):
     assert redact_text(text, {"PWD": "/home/me/project"}) == text
+    written = json.dumps([text])
+    assert "-N" in text or redact_text(written, {}) == written  # a quoted nothing is quoted twice
 
 
-LETTERS = string.ascii_letters + string.digits
 SETS = {
     "all": LETTERS,
     "lower": string.ascii_lowercase + string.digits,
@@ -81,55 +95,6 @@ def test_the_shapes_of_services_are_known(name):
         assert "step" not in text or "step" in found
 
 
-# Every line of a key that is one: without the words, no scanner of this repository finds one here.
-KEY = "-----BEGIN {0}PRIVATE KEY-----\n{1}\n{1}\n-----END {0}PRIVATE KEY-----".format
-ASSIGNED = [
-    'token = "{}"',
-    "+    token = '{}'",
-    'self.api_key: str = "{}"',
-    'login(token="{}")',
-    "const apiKey = `{}`;".replace("`", '"'),
-    "clientSecret: '{}',",
-    '"hubToken": "{}"',
-    'os.environ["HF_TOKEN"] = "{}"',
-    "export DB_PASSWORD='{}'",
-    'password: "{} with words"',
-    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey={}==;EndpointSuffix=core.windows.net",
-    "Endpoint=sb://a.servicebus.windows.net/;SharedAccessKeyName=x;SharedAccessKey={}=",
-    "Server=a;User=b;Pwd={};",
-    "postgresql+psycopg2://user:{}@db:5432/x",
-    "redis://:{}@cache:6379/0",
-    "https://{}:x-oauth-basic@github.com/a/b.git",
-    "https://a.blob.core.windows.net/x?sv=2020&sig={}%3D",
-    "Authorization: Basic {}",
-    '-H "Authorization: token {}"',
-    "{{'authorization': 'Bearer {}'}}",
-    "proxy-authorization: Digest {}",
-    "Cookie: session={}",
-    "X-Api-Key: {}",
-    "curl -u me:{} https://example.org",
-    "//registry.example.org/:_authToken={}",
-    "machine-secret := {}",
-    "aws_secret_access_key = {}",
-    "  hub_token: {}  # mine",
-    "--wandb-api-key {}",
-]
-
-
-@pytest.mark.parametrize(
-    "line", [*ASSIGNED, KEY("RSA ", "{}"), KEY("", "+{}"), KEY("OPENSSH ", " {}")]
-)
-def test_secrets_that_are_assigned_go_in_every_file(line):
-    value = "kq7" + "".join(random.Random(line).choices(LETTERS, k=37))
-    text = f"before\n{line.format(value, value)}\nafter"
-    for shown in (text, json.dumps(text), escape(text), text.replace("\n", "\r\n")):
-        found = redact_text(shown, {})
-        assert value not in found
-        assert "before" in found
-        assert "after" in found
-    assert value not in str(redact({"a": [{"b": text}]}, {}))
-
-
 def test_what_is_no_secret_stays_as_it_is():
     root = Path(__file__).parents[2]
     files = [*root.rglob("configs/**/*.yaml"), root / "README.md", *root.glob("docs/**/*.md")]
@@ -137,45 +102,6 @@ def test_what_is_no_secret_stays_as_it_is():
     for path in files:
         text = path.read_text()
         assert redact_text(text, {}) == text, path
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-        "commit 077fffcd1a2b3c4d5e6f7a8b9c0d1e2f3a4b5c6d",
-        "4b1d" + "0a" * 30,
-        "md5: 4b1d0cc1a2b3c4d5e6f7a8b9c0d1e2f3, crc 9f86d081",
-        "model-00001-of-00004.safetensors: sha256-9f86d081884c7d659a2feaa0c55ad015a3bf4f1b",
-        "~/.cache/huggingface/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de362430cd3b72",
-        "run 20261124-161200-qwen2.5-0.5b-lora-3f2a9c81, seed 42, 0x7f3b2c1d9e80",
-        "s.numberOfTokensPerSecond, s.forward, sk_learn, API-REFERENCE, pat.search(text)",
-        "torch==2.11.0+cu128 git+https://github.com/a/b@4b1d0cc1a2b3c4d5e6f7a8b9c0d1e2f3a4b5c6d7",
-        "123e4567-e89b-12d3-a456-426614174000",
-        "GPU-8a7b6c5d-1234-5678-9abc-def012345678",
-        "model: {name_or_path: Qwen/Qwen2.5-0.5B-Instruct, dtype: bfloat16}",
-        "unsloth/Llama-3.2-1B-Instruct-bnb-4bit",
-        "eos_token_id: [151645, 151643], pad_token: <|endoftext|>",
-        '{"token": 151645, "next_token": "the", "token": "</s>"}',
-        "token = tokenizer.decode(ids[0])",
-        "    token = next_token",
-        "hub_token=hub_token, password=None, api_key=os.environ['KEY']",
-        "max_tokens: 4096, tokens_per_second=123.4, num_tokens: 5",
-        'data.files=["a.jsonl", "b@1.jsonl"] lora.target_modules=all-linear',
-        "git@github.com:me/project.git",
-        "sk-learn-pipelines-and-other-words",
-        "basic understanding of bearer bonds",
-        "a secret: nobody knows it",
-        "export HF_HOME=/data/hf HF_TOKEN=$TOKEN",
-        "Authorization: none",
-        "2026-11-23T20:43:30 rank0 INFO step 5: loss 1.25",
-        "model.layers.0.self_attn.q_proj.weight: 1e-5",
-        "-----BEGIN CERTIFICATE-----",
-    ],
-)
-def test_the_words_of_this_field_stay(text):
-    assert redact_text(text, {}) == text
-    assert json.loads(redact_text(json.dumps([text]), {})) == [text]
 
 
 PIECES = ["a", "a.", "eyJ-", "sk-", "token ", 'token="', "a: str | ", 'a="\\', "&quot;", "M.aa"]

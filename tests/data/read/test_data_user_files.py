@@ -37,13 +37,16 @@ def test_texts_are_trained_whole(write, ready):
         assert [int(data.num_trained[n]) + 1 for n in (0, 1)] == data.lengths.tolist()
 
 
-@pytest.mark.parametrize("question", ["query", "question", "prompt", "human", "user"])
-@pytest.mark.parametrize("answer", ["response", "answer"])
+@pytest.mark.parametrize(
+    "question", ["instruction", "query", "question", "prompt", "human", "user"]
+)
+@pytest.mark.parametrize("answer", ["response", "answer", "output", "assistant"])
 def test_questions_and_answers_need_no_hint(question, answer):
     row = {"system": "S", question: "Q", answer: "A", "history": [["q", "a"]], "id": 7}
-    found = parse_row(row, "auto")
-    assert [m.content for m in found.messages] == ["S", "q", "a", "Q", "A"]
-    assert found.ignored == ("id",)
+    for each in (row, dict(reversed(row.items()))):
+        found = parse_row(each, "auto")
+        assert [m.content for m in found.messages] == ["S", "q", "a", "Q", "A"]
+        assert found.ignored == ("id",)
 
 
 def test_an_exchange_may_be_one_object():

@@ -305,7 +305,7 @@ def test_layers_that_are_checkpointed_by_hand_train():
     assert x.grad.isfinite().all()
 
 
-def test_a_thousand_steps_at_ten_times_the_rate_do_not_diverge():
+def test_steps_at_ten_times_the_rate_do_not_diverge():
     """A learnable task at 1e-2, where 1e-3 would do: fp8 ends where bf16 does."""
     ends = []
     for directions in ({}, {"0": BOTH, "2": BOTH}):
@@ -315,7 +315,7 @@ def test_a_thousand_steps_at_ten_times_the_rate_do_not_diverge():
         swap_in(model, directions)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
-        for _ in range(1000):
+        for _ in range(400):
             x = torch.randn(32, 32)
             loss = (model(x) - target(x).detach()).square().mean()
             loss.backward()
