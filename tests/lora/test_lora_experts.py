@@ -86,9 +86,7 @@ def test_all_linear_adapts_the_experts_at_the_recipe_s_rank_and_not_the_router(f
     torch.testing.assert_close(again(input_ids=ids).logits, trained)
 
 
-@pytest.mark.parametrize(
-    "options", [{"dropout": 0.1}, {"lora_bias": True}, {"use_dora": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"use_dora": True}], ids=str)
 def test_what_peft_cannot_do_on_experts_is_refused_with_the_way_out(options):
     with pytest.raises(RecipeError, match="experts: false") as error:
         attach(make("qwen3_moe"), LoraOptions(r=4, **options))

@@ -8,6 +8,7 @@ import yaml
 
 from trainkit.cli.app import main
 from trainkit.data.formats import parse_row
+from trainkit.data.messages import RowError
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.keys import key_references
@@ -211,6 +212,35 @@ class TestScripts:
         other = known.replace(r"\n</think>\n", r"\n</think>")
         with pytest.raises(RecipeError, match="cannot be followed"):
             self.translated(tmp_path, other)
+
+    def test_statements_that_are_known_by_their_text(self, tmp_path):
+        code = next(each["code"] for each in table("functions") if "code" in each)
+        known = SCRIPT.replace("trainer =", f"{code}rows = dataset\ntrainer =", 1)
+        found = self.translated(tmp_path, known)
+        data = recipe_of(tmp_path, found.text).data
+        (source,) = data.train
+        assert (source.path, source.split) == ("unsloth/OpenMathReasoning-mini", "cot")
+        assert data.chat_template.startswith("{% if messages[0].role == 'system' %}")
+        assert "counts its keys" in " ".join(line.note for line in found.lines)
+        row = {"problem": "p", "generated_solution": "<think>\nwhy\n</think>\nso "}
+        given = {"reasoning_start": "<start_working_out>", "reasoning_end": "<end_working_out>"}
+        given |= {
+            "solution_start": "<SOLUTION>",
+            "solution_end": "</SOLUTION>",
+            "system_prompt": "",
+        }
+        theirs = code[code.index("def format_dataset") : code.index("dataset['Messages']")]
+        exec(theirs, given)
+        for answer in ("5", "-1e3"):
+            full = {**row, "expected_answer": answer}
+            made = parse_row(full, source.format, source.columns).messages
+            wanted = given["format_dataset"](full)
+            assert [turn.content for turn in made[1:]] == [turn["content"] for turn in wanted[1:]]
+        for answer in ("nan", "1_0", "x"):
+            with pytest.raises(RowError, match="where"):
+                parse_row({**row, "expected_answer": answer}, source.format, source.columns)
+        with pytest.raises(RecipeError, match="here the model and its tokenizer"):
+            self.translated(tmp_path, known.replace("max_seq_length / 2", "max_seq_length / 3"))
 
     def test_a_part_of_the_rows_that_is_drawn(self, tmp_path):
         drawn = SCRIPT.replace(

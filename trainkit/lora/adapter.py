@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora import LoraLayer
 from peft.utils import transformers_weight_conversion as weight_conversion
 from safetensors import safe_open
 from torch import nn
@@ -66,6 +67,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Pe
     given |= {
         "target_modules": modules if isinstance(modules, str) else list(modules),
         "target_parameters": list(targets.parameters) or None,
+        "lora_dropout": 0.0 if targets.parameters else options.dropout,
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": options.changes_base or options.init_lora_weights,
     }
@@ -138,6 +140,8 @@ def attach(
             _keep_apart(module, options.init_lora_weights)
     if options.experts != "auto":
         _name_by_weights(wrapped)
+    if targets.parameters:
+        drop_inputs(wrapped, options)
     read_where_they_run(wrapped)
     # A run has a card of its own; to fill in peft's takes longer than to write the adapter.
     vars(wrapped)["create_or_update_model_card"] = str  # of the folder: nothing
@@ -146,11 +150,22 @@ def attach(
     return wrapped
 
 
+def drop_inputs(model: PeftModel, options: LoraOptions) -> None:
+    """Give adapters their dropout, of which peft makes none where some are of parameters."""
+    for at, module in model.named_modules():
+        full = f"{at.replace('.base_layer', '')}.{getattr(module, 'parameter_name', '')}"
+        if isinstance(module, LoraLayer) and not ends_in(full, options.target_parameters):
+            for name in module.lora_dropout if options.dropout else ():
+                module.lora_dropout[name] = nn.Dropout(options.dropout)
+
+
 class _Apart(nn.Module):
     """B of two layers in one: of the first half of the ranks the first half of the outputs.
 
     The other two blocks of the parameter begin as zeros, get no gradient and stay zeros.
     """
+
+    halves: ClassVar[int] = 2
 
     @property
     def weight(self) -> torch.Tensor:
@@ -190,6 +205,8 @@ def _name_by_weights(model: PeftModel) -> None:
     taken = [f"{name}.weight" for name in names if not stays_a_module(base, name)]
     config.target_modules = {name for name in wanted if stays_a_module(base, name)}
     config.target_parameters = sorted({*(config.target_parameters or ()), *taken}) or None
+    if taken:
+        config.lora_dropout = 0.0  # with which peft loads no parameter's
     for pattern in (config.rank_pattern, config.alpha_pattern) if taken else ():
         pattern |= {key.removesuffix(r"\.weight") + r"\.weight": pattern[key] for key in pattern}
 

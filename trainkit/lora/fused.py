@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import without_adapters
-from trainkit.errors import PatchError
+from trainkit.errors import PatchError, RecipeError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
@@ -101,10 +101,15 @@ def _why_other_arithmetic(layer: Any) -> str | None:
         return "the active adapter does not adapt this layer"
     if layer.lora_variant:
         return f"it is a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
-    dropout = layer.lora_dropout[name]
-    if layer.training and isinstance(dropout, nn.Dropout) and dropout.p > 0:
+    if layer.training and not isinstance(layer, ParamWrapper) and dropout_of(layer):
         return "lora dropout is above 0"
     return "B has a bias (lora_bias)" if layer.lora_bias[name] else None
+
+
+def dropout_of(layer: Any) -> float:
+    """The largest of its adapters, also while evaluating."""
+    rates = [getattr(each, "p", 0.0) for each in layer.lora_dropout.values()]
+    return max(rates, default=0.0)
 
 
 def _why_unreadable(base: Any) -> str | None:
@@ -183,19 +188,26 @@ class _FusedExperts(_Fused):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         layers, experts = _unwrapped(self)
-        ranks = [layer.r.get(name, 0) for layer in layers for name in layer.active_adapters]
-        if kwargs or experts.keeps_own(x, max(ranks, default=0)):
+        if any(map(_why_other_arithmetic, layers)):
             return super().forward(x, *args, **kwargs)
+        dropout = max(map(dropout_of, layers)) * self.training
+        ranks = [layer.r[layer.active_adapters[0]] for layer in layers]
         stacks = [getattr(experts, name) for name in experts.weights]
-        if any(map(_why_other_arithmetic, layers)) or not all(map(is_whole, stacks)):
+        sharded = not all(map(is_whole, stacks))
+        if kwargs or sharded or (not dropout and experts.keeps_own(x, max(ranks))):
+            if dropout:
+                raise PatchError("experts in shards, or called by names, have no dropout")
             return super().forward(x, *args, **kwargs)
         factors: list[torch.Tensor | None] = []
-        scaling = []
+        scaling, halves = [], 1
         for name in experts.weights:
             layer = next((each for each in layers if each.parameter_name == name), None)
             factors += _factors(layer, experts.transposed)
-            scaling.append(1.0 if layer is None else layer.scaling[layer.active_adapters[0]])
-        return experts.compute(x, args, factors, (scaling[0], scaling[1]))
+            used = None if layer is None else layer.active_adapters[0]
+            scaling.append(1.0 if layer is None else layer.scaling[used])
+            halves = max(halves, 1 if layer is None else getattr(layer.lora_B[used], "halves", 1))
+        more = {"dropout": dropout, "halves": halves} if dropout else {}
+        return experts.compute(x, args, factors, scaling=tuple(scaling), **more)
 
 
 def _unwrapped(layer: Any) -> tuple[list[Any], Any]:
@@ -310,15 +322,31 @@ def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
     return next(filter(None, map(_why_other_arithmetic, layers)), None)
 
 
+def refuse_undropped(model: nn.Module, *, sharded: bool) -> None:
+    """Refuse dropout on experts whose adapters do not run in the op, which alone has it."""
+    inner = {each.base_layer for each in model.modules() if isinstance(each, ParamWrapper)}
+    for name, module in model.named_modules():
+        if not isinstance(module, ParamWrapper) or module in inner:
+            continue
+        layers, experts = _unwrapped(module)
+        if any(map(dropout_of, layers)) and (sharded or not isinstance(module, _FusedExperts)):
+            reason = "they are in shards" if sharded else _why_experts_stay(layers, experts)
+            raise RecipeError(
+                f"dropout on the adapters of {name.removeprefix('base_model.model.')}, and "
+                f"{reason or 'kernels of adapters are off'}",
+                where="lora.dropout",
+                fix="name them in lora.target_parameters, with lora.experts: false, which have "
+                "none; or leave kernels on, and shard with zero2 at most",
+            )
+
+
 def _why_never_fused(layer: Any) -> str | None:
     """Why an adapted layer of this class is left to peft for good."""
     if not is_known_adapter(layer):
         return f"adapters on {type(layer).__name__} layers"
     if layer.fan_in_fan_out:
         return "its weight is stored transposed"
-    if any(isinstance(each, nn.Dropout) and each.p > 0 for each in layer.lora_dropout.values()):
-        return "lora dropout is above 0"  # also said of a model that is in evaluation mode now
-    return None
+    return "lora dropout is above 0" if dropout_of(layer) else None
 
 
 def _first_reason(layers: Sequence[nn.Module]) -> str | None:

@@ -257,7 +257,6 @@ def _refuse_with_parameters(targets: Targets, options: LoraOptions) -> None:
     """What peft's adapters of parameters cannot do."""
     for key, value, off in (
         ("peft", options.peft, "{}"),
-        ("dropout", options.dropout, "0"),
         ("lora_bias", options.lora_bias, "false"),
         ("use_dora", options.use_dora, "false"),
     ):

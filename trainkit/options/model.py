@@ -433,7 +433,10 @@ class LoraOptions(Section):
     r: int = Field(16, ge=1, le=16_384, description="Rank of each adapter.")
     alpha: float = Field(32, gt=0, description="The adapter is scaled by alpha / r.")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Share of adapter inputs dropped; above 0 is slower."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of adapter inputs dropped, but of target_parameters; above 0 is slower.",
     )
     target_modules: str | Names = Field(
         ALL_LINEAR, description="all-linear (without lm_head), names, or a regular expression."

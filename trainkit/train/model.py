@@ -189,6 +189,11 @@ def build_model(
     elif source.adds_tokens and new_tokens(source).pieces:
         refuse_frozen_tokens(model)
     report = None if kernels is False else _patched(model, kernels, packing)
+    if lora is not None and lora.dropout:
+        from trainkit.lora.fused import refuse_undropped
+
+        parts = engine.loading_device(device) is None or engine.reads_parts(device) is not None
+        refuse_undropped(model, sharded=parts)
     if source.mlp_chunk_tokens is not None:
         from trainkit.models.tiled import tile
 
@@ -293,7 +298,7 @@ def _adapted(
     reentrant: bool,
     device: torch.device,
 ) -> tuple[PeftModel, dict[str, Any]]:
-    from trainkit.lora.adapter import attach, load_adapter, with_vocabulary
+    from trainkit.lora.adapter import attach, drop_inputs, load_adapter, with_vocabulary
     from trainkit.lora.report import describe_adapters
     from trainkit.models.skeleton import is_skeleton, standing_in
 
@@ -304,6 +309,8 @@ def _adapted(
             adapted = attach(model, lora, require_input_grads=reentrant)
         else:
             adapted = load_adapter(model, trained, trainable=True)
+            if any(each.target_parameters for each in adapted.peft_config.values()):
+                drop_inputs(adapted, lora)
     return adapted, describe_adapters(adapted)
 
 

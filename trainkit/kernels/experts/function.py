@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from trainkit.kernels.autocast import compute_dtype
 from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
@@ -74,14 +75,26 @@ def moe_mlp_reference(
     limits: Limits = NO_LIMITS,
     interleaved: bool = False,
     transposed: bool = False,
+    dropout: float = 0.0,
+    halves: int = 1,
 ) -> Tensor:
     """`moe_mlp` as transformers loops over experts, with peft's adapters added to the weights."""
 
     def adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, factor: float) -> Tensor:
-        if a is None or b is None:
+        if a is None or b is None or dropout:
             return weight
         delta = torch.bmm(b, a).to(weight.dtype)
         return weight + factor * (delta.transpose(1, 2) if transposed else delta)
+
+    def product(
+        rows: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, factor: float, parts: int
+    ) -> Tensor:
+        y = F.linear(rows, weight)
+        if a is None or b is None or not dropout:
+            return y
+        rows = rows.to(a.dtype)
+        low = [F.linear(F.dropout(rows, dropout), each) for each in a.chunk(parts)]
+        return y + (factor * F.linear(torch.cat(low, -1), b)).to(y.dtype)
 
     gate_up = adapted(gate_up, gate_up_a, gate_up_b, scaling[0])
     down = adapted(down, down_a, down_b, scaling[1])
@@ -89,13 +102,15 @@ def moe_mlp_reference(
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     out = torch.zeros_like(x)
     # unbind's backward stacks; that of an index would fill a whole gradient for every expert
-    for expert, (first, second) in enumerate(zip(gate_up.unbind(0), down.unbind(0), strict=True)):
+    stacks = (gate_up, gate_up_a, gate_up_b, down, down_a, down_b)
+    each = [[None] * len(down) if stack is None else stack.unbind(0) for stack in stacks]
+    for expert, (first, a1, b1, second, a2, b2) in enumerate(zip(*each, strict=True)):
         token, choice = torch.where(index == expert)
-        u = F.linear(x[token], first)
+        u = product(x[token], first, a1, b1, scaling[0], halves)
         if gate_up_bias is not None:
             u = u + gate_up_bias[expert]
         h = _activated(u, activation, limits, interleaved)
-        y = F.linear(h, second)
+        y = product(h, second, a2, b2, scaling[1], 1)
         if down_bias is not None:
             y = y + down_bias[expert]
         y = y * scale[token, choice, None]
@@ -144,6 +159,8 @@ def moe_mlp(
     limits: Limits = NO_LIMITS,
     interleaved: bool = False,
     transposed: bool = False,
+    dropout: float = 0.0,
+    halves: int = 1,
 ) -> Tensor:
     """The sum over a token's experts of scale * down(act(gate) * up).
 
@@ -168,6 +185,8 @@ def moe_mlp(
         limits: what the gate does besides; an alpha goes with silu alone.
         interleaved: the rows of gate and up take turns.
         transposed: how the weights lie; the adapters' always lie as said.
+        dropout: of the adapters' inputs, in plain torch.
+        halves: 2 where gate's and up's, each of half of the ranks, are dropped apart.
 
     Returns:
         (T, H).
@@ -182,13 +201,12 @@ def moe_mlp(
         )
     codes = [each.codes if isinstance(each, Packed) else each for each in (gate_up, down)]
     unpacks = [each.unpack if isinstance(each, Packed) else None for each in (gate_up, down)]
-    if why_no_kernel(x, gate_up, down, rank):
-        first, second = (_unpacked(*each, x.dtype) for each in zip(codes, unpacks, strict=True))
-        return moe_mlp_reference(
-            x, index, scale, first, second, *factors, gate_up_bias, down_bias,
+    if dropout or why_no_kernel(x, gate_up, down, rank):
+        return _plain(
+            x, index, scale, codes, unpacks, *factors, gate_up_bias, down_bias,
             scaling=scaling, activation=activation, limits=limits, interleaved=interleaved,
-            transposed=transposed,
-        )  # fmt: skip
+            transposed=transposed, dropout=dropout, halves=halves,
+        ).to(dtype)  # fmt: skip
     gate = (activation == "gelu_tanh", limits.limit or 0.0, *limits[1:], interleaved)
     y: Tensor = _Experts.apply(
         x, index, scale, *codes, *factors, gate_up_bias, scaling, gate, transposed, unpacks
@@ -205,6 +223,19 @@ def _unpacked(
     stored: Tensor, unpack: Callable[[Tensor, torch.dtype], Tensor] | None, dtype: torch.dtype
 ) -> Tensor:
     return stored if unpack is None else unpack(stored, dtype)
+
+
+def _plain(
+    x: Tensor, index: Tensor, scale: Tensor, codes: Any, unpacks: Any, *rest: Any, **options: Any
+) -> Tensor:
+    """The reference; what it unpacks does not live on for the backward pass."""
+
+    def run(x: Tensor) -> Tensor:
+        stacks = (_unpacked(*each, x.dtype) for each in zip(codes, unpacks, strict=True))
+        return moe_mlp_reference(x, index, scale, *stacks, *rest, **options)
+
+    again = any(unpacks) and torch.is_grad_enabled()
+    return checkpoint(run, x, use_reentrant=False) if again else run(x)
 
 
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:

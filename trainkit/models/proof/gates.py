@@ -307,7 +307,7 @@ class Experts(KernelForward):
         x: Tensor,
         routes: tuple[Tensor, ...],
         factors: Sequence[Tensor | None] = (None,) * 4,
-        scaling: tuple[float, float] = (1.0, 1.0),
+        **adapters: Any,
     ) -> Tensor:
         """The op on these experts.
 
@@ -315,14 +315,14 @@ class Experts(KernelForward):
             x: as the forward takes it.
             routes: what else the forward takes: (T, K) experts and what they count.
             factors: the op's, of adapters.
-            scaling: theirs.
+            adapters: what else the op takes of them.
         """
         gate_up, down = (stack_of(self, name) for name in self.weights)
         if self.sorted_rows:
             routes = _routes_of_rows(x, gate_up.shape[0])
         biases = [getattr(self, name) for name in self.biases]
         return kernels.moe_mlp(
-            x, *routes, gate_up, down, *factors, *biases, scaling=scaling, **dict(self.options)
+            x, *routes, gate_up, down, *factors, *biases, **adapters, **dict(self.options)
         )
 
     def forward(self, hidden_states: Tensor, *routes: Tensor, **named: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def read_script(path: Path, text: str) -> Theirs:
     script = Script(tree, path)
     theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
     with contextlib.suppress(Trained, RecursionError):
-        script.run(tree.body)
+        script.run(script.known(tree.body))
     script.report(theirs)
     if trainer:
         theirs.values["trainer"] = trainer
@@ -172,6 +172,21 @@ class Script:
         self.idle = {n.name for n in classes if _body(n) in _idle_callbacks()}
         self.trainers: list[Thing] = []
         self.lost: list[tuple[str, str]] = []
+        self.noted: list[tuple[str, str]] = []
+
+    def known(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """Statements, with those that are known by their text as what they come to."""
+        steps = [n for n in body if not isinstance(n, ast.Import | ast.ImportFrom)]
+        steps = [n for n in steps if not isinstance(n, ast.Expr) or isinstance(n.value, ast.Call)]
+        dumped = [ast.dump(n) for n in steps]
+        for entry in (each for each in table("functions") if "code" in each):
+            wanted = [ast.dump(n) for n in ast.parse(entry["code"]).body]
+            for at in range(len(dumped)):
+                if dumped[at : at + len(wanted)] == wanted:
+                    self.noted += entry["notes"].items()
+                    steps[at : at + len(wanted)] = ast.parse(entry["is"]).body
+                    return steps
+        return steps
 
     def run(self, body: list[ast.stmt]) -> None:
         for node in body:
@@ -431,7 +446,7 @@ class Script:
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
         for known in table("functions"):
-            body = ast.parse(known["def"]).body[0]
+            body = ast.parse(known.get("def", "pass")).body[0]
             if function and isinstance(body, ast.FunctionDef) and _same(body, function):
                 return {key: Made(text) for key, text in known["makes"].items()}
         inner = Script(ast.Module([], []), self.path)
@@ -493,6 +508,7 @@ class Script:
 
     def report(self, theirs: Theirs) -> None:
         theirs.lost += self.lost
+        theirs.noted += self.noted
         if not self.trainers:
             models = [v for v in self.names.values() if isinstance(v, Thing) and v.kind == "model"]
             theirs.values |= {"model_name": models[-1].values["model_name"]} if models else {}
@@ -681,7 +697,10 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     shape = made.get(columns, made.get("messages", made.get("conversations")))
     if shape is None and made:
         theirs.lost.append((f"map({', '.join(made)})", "rows are made that are no texts or turns"))
-    return {**source, **_shape(shape, made, theirs)} if shape is not None else source
+    source |= _shape(shape, made, theirs) if shape is not None else {}
+    if isinstance(where := made.get("where"), Made):
+        source["columns"]["where"] = where.template
+    return source
 
 
 def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
