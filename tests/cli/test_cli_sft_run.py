@@ -112,15 +112,6 @@ def test_two_ranks_with_zero3_from_the_command_line(project):
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
-    before = sorted(path.name for path in project.iterdir())
-    code, _, err = sft(project, "--config", "small.yaml", "--dry-run")
-    assert code == 0, err
-    assert "ready to train" in err
-    assert sorted(path.name for path in project.iterdir()) == before
-
-
-@pytest.mark.slow
 def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM
@@ -156,25 +147,11 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     assert "base.model.safetensors: " in err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("data.train=[nothing.jsonl]",), "nothing.jsonl"),
-        (("model.name_or_path=./no-model",), "there is no model at"),
-        (("--output-dir", "cache"), "exists"),
-        (("training.learning_rat=1",), "learning_rate"),
-        (
-            ("training.dataloader_drop_last=true", "training.per_device_train_batch_size=500"),
-            "training.dataloader_drop_last: true leaves out what does not fill a batch",
-        ),
-    ],
-)
-def test_bad_input_is_one_message_and_exit_code_2(project, change, message):
-    (project / "cache").mkdir()
-    (project / "cache" / "something").touch()
+def test_bad_input_is_one_message_and_exit_code_2(project):
+    change = ("training.dataloader_drop_last=true", "training.per_device_train_batch_size=500")
     code, out, err = sft(project, "--config", "small.yaml", *change)
     assert code == 2
-    assert message in err
+    assert "training.dataloader_drop_last: true leaves out what does not fill a batch" in err
     assert "Traceback" not in err
     assert not out
     assert not (project / "train_model").exists()

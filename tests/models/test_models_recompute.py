@@ -57,6 +57,7 @@ def kept_and_gradients(model, batch, steps=1):
     return kept, [loss.detach(), *(p.grad.clone() for p in trained)]
 
 
+@pytest.mark.sample("qwen2-*", "qwen2_vl-lora", "glm4-kernels", "gemma-plain", "mistral-lora")
 @pytest.mark.parametrize(
     ("kernels", "adapted"),
     [(False, False), (True, False), (True, True)],

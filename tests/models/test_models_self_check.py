@@ -35,6 +35,7 @@ def check(name, dtype=torch.float32, breaks=lambda: None):
     return self_check(model, report, batch())
 
 
+@pytest.mark.sample("*-bf16", "llama-fp32", "qwen2_vl-fp32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_passes_and_says_whether_kernels_ran(name, dtype):

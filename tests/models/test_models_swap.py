@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from commands import python
 from families.family_models import DEVICE, make, make_batch
 from lora.lora_models import adapt
+from ranks import run_ranks
 
 import trainkit
 from trainkit.errors import PatchError
@@ -86,20 +86,11 @@ def test_a_patched_model_can_be_copied_and_pickled(how, adapted):
 
 
 def test_a_pickled_model_comes_back_patched_in_another_process(tmp_path):
-    model = make("qwen2")
+    model = make("qwen2", device="cpu")
     trainkit.patch(model)
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps(model))
-    code = (
-        "import pickle, sys; model = pickle.load(open(sys.argv[1], 'rb'));"
-        "from trainkit.models.swap import plain_class;"
-        "print(type(model).__name__, plain_class(model).__module__,"
-        " sum(plain_class(each) is not type(each) for each in model.modules()))"
-    )
-    said = python("-c", code, path)
+    (said,) = run_ranks("models.swap_cases:unpickled", world_size=1, path=str(path))
     number = sum(plain_class(each) is not type(each) for each in model.modules())
-    assert said.split()[-3:] == [
-        "Qwen2ForCausalLM",
-        "transformers.models.qwen2.modeling_qwen2",
-        str(number),
-    ]
+    module = "transformers.models.qwen2.modeling_qwen2"
+    assert said == [[], "Qwen2ForCausalLM", module, number]

@@ -7,11 +7,10 @@ from lora.lora_models import adapt
 from torch import nn
 
 from trainkit.bench.lora import quantize
-from trainkit.errors import PatchError, RecipeError
+from trainkit.errors import PatchError
 from trainkit.models.fp8.base import quantize_to_fp8
 from trainkit.models.tiled import TiledMLP, tile
 from trainkit.patching import patch
-from trainkit.recipe.load import load_recipe
 from trainkit.train.recompute import CountedMemory
 
 CPU = torch.device("cpu")
@@ -144,23 +143,3 @@ def test_only_a_tile_is_wide_at_a_time():
 def test_a_model_without_known_blocks_is_refused():
     with pytest.raises(PatchError, match="feed-forward"):
         tile(nn.Sequential(nn.Linear(2, 2)), 128)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "parallel: {shard: zero3}",
-        "parallel: {shard: fsdp2}",
-        "parallel: {tensor: 2, shard: zero1}",
-        "parallel: {pipeline: 2}",
-        "recompute: selective",
-        "training: {torch_compile: true}",
-    ],
-)
-def test_what_tiles_cannot_be_combined_with(tmp_path, more):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "model: {name_or_path: here, mlp_chunk_tokens: 4096}\ndata: {train: [a.jsonl]}\n" + more
-    )
-    with pytest.raises(RecipeError, match="tile"):
-        load_recipe(recipe)

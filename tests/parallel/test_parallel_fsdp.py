@@ -8,7 +8,6 @@ from project import make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from trainkit.errors import RecipeError
 from trainkit.parallel.matrix import SHARDED_OPTIMIZERS
 
 RECIPE = """\
@@ -167,24 +166,3 @@ def test_a_weight_that_keeps_a_dtype_of_its_own_stays_whole_or_is_refused():
     for said in run_ranks(case, is_trained=True):
         assert name in said
         assert "zero3" in said
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model.dtype=float16"],
-        ["training.fp16=true"],
-        ["training.optim=adafactor"],
-        ["training.optim=paged_adamw_8bit"],
-        ["training.torch_compile=true"],
-        ["training.torch_compile_mode=default"],
-        ["training.torch_compile_backend=inductor"],
-        ["training.save_only_model=true", "training.load_best_model_at_end=true"],
-    ],
-)
-def test_what_it_cannot_do_is_refused_with_the_recipe(words, project):
-    from trainkit.recipe import load_recipe
-
-    with pytest.raises(RecipeError, match="fsdp2"):
-        load_recipe(project / "r.yaml", ["parallel.shard=fsdp2", *words])
-    load_recipe(project / "r.yaml", ["parallel.shard=none", *words])

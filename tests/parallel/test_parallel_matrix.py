@@ -44,57 +44,6 @@ def test_each_refusal_says_what_to_write_instead_and_is_in_the_guide(row):
     assert row.key.rpartition(".")[2].split("_")[0] in guide
 
 
-def test_a_refusal_names_the_key_and_the_reason():
-    from trainkit.recipe import Recipe
-
-    with pytest.raises(RecipeError, match="adapter") as refused:
-        Recipe(
-            model={"name_or_path": "m"},
-            data={"train": ["a"]},
-            lora={"r": 4},
-            parallel={"shard": "zero1", "tensor": 2},
-        )
-    assert "lora" in str(refused.value)
-
-
-@pytest.mark.parametrize("key", ["router_aux_loss", "router_z_loss"])
-def test_losses_of_routers_are_refused_where_a_rank_has_some_of_them(key):
-    from trainkit.recipe import Recipe
-
-    with pytest.raises(RecipeError, match="the routers of all layers have one loss") as refused:
-        Recipe(model={"name_or_path": "m", key: 1}, data={"train": ["a"]}, parallel={"pipeline": 2})
-    assert f"model.{key}" in str(refused.value)
-
-
-@pytest.mark.parametrize("key", ["recompute.offload", "lora.offload_activations"])
-def test_a_stage_that_is_recomputed_as_a_whole_offloads_nothing(key):
-    from trainkit.recipe import Recipe
-
-    values = {"model": {"name_or_path": "m"}, "data": {"train": ["a"]}, "lora": {"r": 4}}
-    if key == "recompute.offload":
-        values["recompute"] = {"every": 1, "offload": True}
-    else:
-        values["lora"]["offload_activations"] = True
-        values["recompute"] = "full"
-    Recipe(**values, parallel={"pipeline": 2})
-    with pytest.raises(RecipeError, match=key):
-        Recipe(**values, parallel={"pipeline": 2, "schedule": "zbv"})
-
-
-@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3", "zero3_offload", "fsdp2"])
-def test_codes_in_int8_are_whole_on_each_rank(shard):
-    values = {
-        "model": {"name_or_path": "m"},
-        "data": {"train": ["a"]},
-        "lora": {"quantize": "int8"},
-    }
-    from trainkit.recipe import Recipe
-
-    Recipe(**values)
-    with pytest.raises(RecipeError, match=r"lora.quantize.*whole numbers"):
-        Recipe(**values, parallel={"shard": shard})
-
-
 @pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3", "zero3_offload", "none", "fsdp2"])
 @pytest.mark.parametrize("packed", ["nf4", "fp8"])
 @pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])

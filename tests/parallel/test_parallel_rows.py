@@ -7,8 +7,6 @@ from project import logged, make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from trainkit.errors import RecipeError
-
 RECIPE = """\
 model: {name_or_path: m, dtype: float32}
 data: {train: [a.jsonl, b.jsonl], eval: [e.jsonl], max_length: 96, cache_dir: cache}
@@ -124,22 +122,3 @@ def test_classes_of_each_kind_share_rows_right_or_are_refused():
             assert found[name] < 5e-6, name
         for name, word in REFUSED.items():
             assert word in str(found[name]), name
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["model.attn_implementation=sdpa"], "attn_implementation"),
-        (["training.torch_compile=true"], "torch_compile"),
-        (["data.packing=true", "data.max_length=95"], "max_length"),
-        (["model.fp8=true"], "sequence"),
-        (["model.router_z_loss=0.1"], "router_z_loss"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused_with_the_recipe(words, key, project):
-    from trainkit.recipe import load_recipe
-
-    with pytest.raises(RecipeError, match="sequence") as refused:
-        load_recipe(project / "r.yaml", ["parallel.sequence=2", *words])
-    assert key in str(refused.value)
-    load_recipe(project / "r.yaml", words)

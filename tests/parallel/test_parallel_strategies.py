@@ -114,6 +114,7 @@ def test_both_forms_in_one_file_are_refused_with_the_line(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, "no strategy"),
         ("[]", "not a JSON object"),
         ("{", "not JSON"),
         ('{"zero_optimization": {"stage": 2, "stage": 3}}', "'stage' is there twice"),
@@ -124,6 +125,7 @@ def test_both_forms_in_one_file_are_refused_with_the_line(tmp_path):
 )
 def test_a_broken_file_is_named(tmp_path, content, message):
     path = tmp_path / "ds.json"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(RecipeError, match=message):
         strategy_for(str(path))

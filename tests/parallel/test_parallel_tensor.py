@@ -7,8 +7,6 @@ from project import logged, make_uneven, sft
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from trainkit.errors import RecipeError
-
 RECIPE = """\
 model: {name_or_path: m, dtype: float32}
 data: {train: [d.jsonl], eval: [e.jsonl], max_length: 96, packing: true, cache_dir: cache}
@@ -99,19 +97,3 @@ def test_classes_of_each_kind_compute_the_same_or_are_refused():
         assert all(word in found[name] for name, word in REFUSED.items())
     for found in run_ranks(case, names=["llama"], broken=True):
         assert "the gradient of" in found["llama"]
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["parallel.shard=zero3"], "zero1 only"),
-        (["lora.r=4"], "adapter"),
-        (["training.torch_compile=true"], "compiled"),
-        (["model.fp8=true"], "fp8"),
-    ],
-)
-def test_what_cannot_share_products_is_refused_with_the_recipe(words, why, project):
-    from trainkit.recipe import load_recipe
-
-    with pytest.raises(RecipeError, match=why):
-        load_recipe(project / "r.yaml", [*SPREAD, *words])

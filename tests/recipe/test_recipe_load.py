@@ -321,24 +321,6 @@ def test_presets_are_found_from_anywhere(load, tmp_path, monkeypatch, choice):
     assert load(cli={"--deepspeed": choice}).recipe.parallel.shard == choice
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "no strategy"), ("{", "not JSON"), ("[]", "not a JSON object")]
-)
-def test_a_deepspeed_file_is_read_at_once(load, tmp_path, content, message):
-    path = tmp_path / "ds.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(RecipeError, match=message):
-        load(cli={"--deepspeed": str(path)})
-    path.write_text('{"zero_optimization": {"stage": 1}}')
-    load(cli={"--deepspeed": str(path)})
-
-
-def test_a_misspelt_preset_is_guessed(load):
-    with pytest.raises(RecipeError, match=r"(?s)--deepspeed: .*did you mean zero3\?"):
-        load(cli={"--deepspeed": "zero-3"})
-
-
 def test_the_road_to_an_error_imports_nothing_slow(write_recipe):
     good, bad = write_recipe(FULL), write_recipe("training: {lr: 1}\n", "bad.yaml")
     code = f"""

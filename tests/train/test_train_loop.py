@@ -6,7 +6,6 @@ import json
 import shutil
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,15 +31,6 @@ def losses(trainer):
 
 def weights(trainer):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def test_one_by_eight_equals_eight_by_one(lab):
-    """Ragged lengths. Sums of at most 8 x 40 fp32 terms in another order: 2e-6 is ample."""
-    wide, deep = lab.trainer("wide", batch=8), lab.trainer("deep", batch=1, accumulate=8)
-    wide.train()
-    deep.train()
-    assert losses(wide) == pytest.approx(losses(deep), rel=2e-6)
-    assert wide.evaluate()["eval_loss"] == pytest.approx(deep.evaluate()["eval_loss"], rel=2e-6)
 
 
 def test_the_evaluation_loss_is_the_mean_over_trained_tokens(lab):
@@ -182,25 +172,6 @@ def test_checkpoints_are_whole_hold_no_pickled_arguments_and_are_thinned_out(lab
     assert not list(lab.root.glob("run/*/training_args.bin"))
 
 
-def test_the_best_checkpoint_is_named_by_where_it_is_and_survives(lab):
-    trainer = lab.trainer(
-        "run",
-        save_total_limit=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        learning_rate=0.3,  # diverges, so an early checkpoint stays the best
-        load_best_model_at_end=True,
-    )
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best is not None
-    assert Path(best).parent == lab.root / "run"
-    verify_directory(Path(best))
-    newest = max((lab.root / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-    assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == best
-
-
 def test_thinning_out_leaves_the_best_one(lab):
     trainer = lab.trainer("run", save_steps=2, save_total_limit=2)
 
@@ -289,22 +260,6 @@ def test_no_checkpoint_is_written_of_a_state_that_is_no_number(lab):
     assert [path.name for path in (lab.root / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_one(lab, monkeypatch):
-    trainer = lab.trainer("run", save_steps=2)
-    save = torch.save
-
-    def fail_at_step_four(value, path, *args, **kwargs):
-        if "checkpoint-4" in str(path):
-            raise OSError(28, "No space left on device")
-        return save(value, path, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", fail_at_step_four)
-    with pytest.raises(CheckpointError, match="checkpoint-4 could not be written"):
-        trainer.train()
-    assert [path.name for path in (lab.root / "run").iterdir()] == ["checkpoint-2"]
-    verify_directory(lab.root / "run" / "checkpoint-2")
-
-
 def test_a_loss_that_is_no_number_stops_the_run_before_anything_is_saved(lab):
     trainer = lab.trainer("run", save_steps=1)
     with torch.no_grad():
@@ -328,24 +283,6 @@ def test_rows_count_tokens_of_the_whole_step(lab):
         trained = sum(int(lab.samples[index]["loss_mask"][1:].sum()) for index in indices)
         assert row["num_trained_tokens"] == trained
         assert row["step_seconds"] > 0
-
-
-def test_a_stop_request_saves_and_ends_the_run(lab):
-    trainer = lab.trainer("run", save_steps=100)
-    trainer.stop.number = 15
-    trainer.train()
-    assert trainer.state.global_step == 1
-    verify_directory(lab.root / "run" / "checkpoint-1")
-
-
-def test_the_saved_state_does_not_grow_with_the_run(lab):
-    """200 000 logged rows would be 77 MiB and 22 seconds a save; metrics.jsonl has them all."""
-    trainer = lab.trainer("run", max_steps=1)
-    first = {"step": 0, "loss": 9.0}
-    trainer.state.log_history = [first, *({"step": n, "loss": 1.0} for n in range(1, 200_000))]
-    trainer.train()
-    rows = json.loads((lab.root / "run/checkpoint-1/trainer_state.json").read_text())["log_history"]
-    assert len(rows) <= 2 * KEPT_ROWS
 
 
 def test_the_first_and_the_last_rows_are_kept(lab):
