@@ -13,6 +13,7 @@ from test_export_files import llama_cpp
 from tiny import make_qwen2
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     GptOssConfig,
     GptOssForCausalLM,
     Qwen3Config,
@@ -54,7 +55,8 @@ def test_all_that_follows_training_works_over_a_gguf(gguf, tmp_path):
     assert [path.name for path in tmp_path.glob("deep/er/*")] == ["merged"]
     asked = ["--prompts", "p.txt", "-o", "out.jsonl", "--max-new-tokens", "2", "--device", "cpu"]
     for words in (
-        ["generate", run, *asked], ["merge", f"{run}/checkpoint-1", "merged"],
+        ["generate", run, *asked], ["generate", "g/model.gguf", *asked[:3], "base", *asked[4:]],
+        ["merge", f"{run}/checkpoint-1", "merged"],
         ["export", "vllm", f"{run}/checkpoint-1", "served"],
     ):  # fmt: skip
         said = trainkit(tmp_path, *words)
@@ -99,6 +101,26 @@ def test_experts_in_mxfp4_train_and_merge_as_the_same_plain_weights(tmp_path):
     plain = GptOssForCausalLM.from_pretrained(tmp_path / "plain")
     ids = torch.arange(8)[None]
     assert torch.equal(plain(ids).logits, trained(ids).logits)
+
+
+@pytest.mark.parametrize("quantize", ["null", "nf4"])
+def test_adapters_of_layers_that_are_stored_transposed_answer_and_merge(quantize, tmp_path):
+    tokenizer = merging_tokenizer()
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "eos_token_id": tokenizer.eos_token_id}
+    config = GPT2Config(vocab_size=len(tokenizer), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "p.txt").write_text("hello\n")
+    changes = ["data.packing=false", f"lora.quantize={quantize}", "training.max_steps=2"]
+    asked = ["--prompts", "p.txt", "-o", "a.jsonl", "--max-new-tokens", "2", "--device", "cpu"]
+    for words in (
+        ["sft", "r.yaml", "--output-dir", "run", *changes], ["generate", "run", *asked],
+        ["merge", "run", "merged"],  # holds it against base and adapter
+    ):  # fmt: skip
+        said = trainkit(tmp_path, *words)
+        assert said.code == 0, said.err
 
 
 def test_biases_without_a_place_are_refused_before_the_model_is_asked(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainkit.auto_class import empty_model, refuse_scalar_head, text_alone
 from trainkit.checkpoint.weights.adapter import OWN_PART, PREFIX, is_of_text_alone, vocabulary_rows
@@ -85,6 +86,8 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
             continue
         own, axis = (_AXES | _EMBEDDING_AXES)[part]
         size = weights.get(f"{module}.weight")
+        if isinstance(modules.get(module), Conv1D):  # GPT-2's layers, stored transposed
+            size = size and size[::-1]
         if size is None or len(size) != 2:
             continue  # experts in one parameter: peft folds their axes in its own way
         if size[axis] != shape[own] and (size[axis], shape[own]) != (own_rows, rows):

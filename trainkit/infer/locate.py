@@ -91,7 +91,9 @@ def find_model(
         adapter = directory
     if adapter == directory:
         source = base_of(directory, base_model, trust_remote_code=trust_remote_code)
-    elif any((directory / name).exists() for name in (*WEIGHTS, *PICKLED_WEIGHTS)):
+    elif directory.suffix == ".gguf" or any(
+        (directory / name).exists() for name in (*WEIGHTS, *PICKLED_WEIGHTS)
+    ):
         source = ModelOptions(name_or_path=str(directory), trust_remote_code=trust_remote_code)
     else:
         raise _nothing_to_load(directory)

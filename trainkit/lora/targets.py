@@ -23,6 +23,7 @@ from peft import LoraConfig, TaskType
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainkit.auto_class import ROUTERS
 from trainkit.errors import ModelError, RecipeError
@@ -200,7 +201,7 @@ def _linears(model: PreTrainedModel, *, everywhere: bool) -> Iterator[str]:
     inside = None if everywhere else text_model(model)
     wanted = None if inside is None else set(inside.modules())
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) and module not in heads
+        is_linear = isinstance(module, nn.Linear | Conv1D) and module not in heads
         if is_linear and (wanted is None or module in wanted):
             yield name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trainkit.checkpoint.weights.adapter import (
     OWN_PART,
     Adapter,
     is_of_text_alone,
+    needs_peft,
     vocabulary_rows,
 )
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
@@ -248,10 +249,14 @@ def _record(
 # named as its files name it.
 
 
-def needs_the_model(adapter: Adapter, names: Collection[str]) -> bool:
-    """Whether an adapter changes weights that the base's files do not hold under those names."""
-    if adapter.config.get("target_parameters") or adapter.config["peft_type"] != "LORA":
+def needs_the_model(adapter: Adapter, names: Mapping[str, TensorInfo]) -> bool:
+    """Whether an adapter changes weights that the base's files hold otherwise, or elsewhere."""
+    if needs_peft(adapter.config):
         return True
+    for module, part in adapter.modules.items():
+        info, shape = names.get(f"{module}.weight"), part.delta_shape
+        if info is not None and info.shape != shape and info.shape == shape[::-1]:
+            return True  # GPT-2's layers, whose adapter over a packed base is not transposed
     layers = [f"{module}.weight" for module in adapter.modules if ".layers." in module]
     # Where some are there the base is another one; where none is, they may have other names there.
     return bool(layers) and not any(name in names for name in layers)

@@ -38,14 +38,12 @@ _WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 _UNKNOWN_HERE = (
     "layer_replication",
-    "target_parameters",
     "trainable_token_indices",
     "megatron_config",
     "use_qalora",
     "alora_invocation_tokens",
-    "fan_in_fan_out",
 )
-_KNOWN_TO_PEFT = ("target_parameters",)
+_KNOWN_TO_PEFT = ("target_parameters", "fan_in_fan_out")
 
 
 @dataclass
@@ -124,8 +122,8 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     if not isinstance(config, dict) or kind not in kinds:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)
-    for key in _UNKNOWN_HERE:
-        if config.get(key) and not (with_peft and key in _KNOWN_TO_PEFT):
+    for key in (*_UNKNOWN_HERE, *(() if with_peft else _KNOWN_TO_PEFT)):
+        if config.get(key):
             raise CheckpointError(
                 f"{CONFIG_NAME}: {key} is not supported",
                 where=where,
@@ -167,15 +165,20 @@ def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
 def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     """Read a saved adapter; its tensors are small and held in memory.
 
-    ``with_peft`` takes one with ``target_parameters`` (of experts) too, which has no modules here.
+    ``with_peft`` takes what `needs_peft` too, which has no modules here.
     """
     directory = Path(directory)
     config = read_adapter_config(directory, with_peft=with_peft)
-    if config["peft_type"] != "LORA" or any(config.get(key) for key in _KNOWN_TO_PEFT):
+    if needs_peft(config):
         return Adapter(directory, config)
     with adapter_file(directory) as file:
         tensors = {key: file.load(key) for key in file.tensors}
     return adapter_from_tensors(directory, config, tensors)
+
+
+def needs_peft(config: Mapping[str, Any]) -> bool:
+    """Whether no table of modules says what an adapter changes: experts, transposed layers."""
+    return config["peft_type"] != "LORA" or any(config.get(key) for key in _KNOWN_TO_PEFT)
 
 
 def is_of_text_alone(directory: Path) -> bool:
