@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_871, "words": 9_747},
-    "tests": {"code": 43_131},
+    "trainkit": {"files": 380, "code": 61_882, "words": 9_748},
+    "tests": {"code": 43_151},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_790},
 }
