@@ -184,6 +184,19 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
 
     llm.datetime = MagicMock(now=lambda: FROZEN_DATE)  # as templates here print it
     own = {"response": "{{NAME}} of {{AUTHOR}}"}
+    calls = [
+        ("system", "with these: {}"),
+        ("human", "it's <one>?"),
+        ("function-call", '{"name": "find", "arguments": \'{"by": "it\\\'s \\\\"x\\\\""}\'}'),
+        ("function-response", '{"found": ["é"]}'),
+        ("gpt", "That."),
+        ("human", "And?"),
+        ("function-call", '{"name": "go", "arguments": {"to": "it\'s"}}'),
+        ("function-response", "gone"),
+        ("function-response", "far"),
+        ("gpt", "Gone."),
+    ]
+    described = [json.dumps({"name": "find", "é": {}}, indent=1), '{"name": "go"}']
     rows = {
         "AI-ModelScope/alpaca-gpt4-data-zh": [
             {**a, "input": f"输入：{a['input']}"} for a in ALPACA
@@ -193,6 +206,15 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             {**a, "output": f"Answer:  {a['output']} "} for a in ALPACA
         ],
         "swift/Qwen3-SFT-Mixin": TURNS,
+        "AI-ModelScope/function-calling-chatml": [
+            {
+                "function_description": "\n\n".join(described[: n % 3]),
+                "conversations": [
+                    {"from": a, "value": b} for a, b in calls[n % 2 : 5 + n // 5 * 5]
+                ],
+            }
+            for n in range(10)
+        ],
     }
     for part in ("", ":qwen3", ":empty_think"):  # whose rows ms-swift would take from its cache
         names = [{**own, "query": f"{{{{NAME}}}}{part}?", "tag": "zh"[n % 2 :]} for n in range(10)]
@@ -217,6 +239,7 @@ def swifts(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         command = f"swift sft --model {model} --dataset {name} --max_length 4096"
         command += f" --model_name a b --model_author c --loss_scale {scale}"
         command += f" --system {system}" * bool(system)
+        command += " --agent_template hermes" * ("function-calling" in name)
         with tempfile.TemporaryDirectory() as folder:
             file, target = Path(folder) / "theirs.sh", Path(folder) / "ours.yaml"
             file.write_text(command, encoding="utf-8")

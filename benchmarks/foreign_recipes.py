@@ -10,6 +10,7 @@ TRL's dataclasses, or the keywords of the calls before a script's training.
 import ast
 import collections
 import contextlib
+import json
 import re
 import shlex
 import sys
@@ -435,7 +436,7 @@ def differ(recipe: Any, wanted: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the rows of docs/benchmarks/foreign.jsonl, and why what is refused is."""
     clones, lists = Path(sys.argv[1]).resolve(), "--list" in sys.argv
     sys.path[:0] = [str(clones / "axolotl/src"), str(clones / "LLaMA-Factory/src")]
     for name in ("omegaconf", "addict"):
@@ -461,10 +462,10 @@ def main() -> None:
         if lists or (recipe is not None and why):
             print(tool, file.relative_to(clones), result, why[:300], sep=" | ")
     columns = ("translated", "wrong", "checked", "refused", "another kind", "not one training")
-    print("| tool | files |", " | ".join(columns), "|")
     for tool, count in counts.items():
-        total = sum(count[c] for c in ("translated", "refused", "another kind", "not one training"))
-        print("|", tool, "|", total, "|", " | ".join(str(count[c]) for c in columns), "|")
+        files = sum(count[c] for c in ("translated", "refused", "another kind", "not one training"))
+        row = {"bench": "foreign", "tool": tool, "files": files, **{c: count[c] for c in columns}}
+        print(json.dumps(row))
     for name, found in reasons.items():
         print(f"\n{name}")
         for why, number in found.most_common(40):

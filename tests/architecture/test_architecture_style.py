@@ -36,9 +36,9 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 380, "code": 61_882, "words": 9_748},
-    "tests": {"code": 43_151},
+    "tests": {"code": 43_165},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_790},
+    "benchmarks": {"code": 2_814},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -59,6 +59,22 @@ def figures(page):
                     yield number, line
 
 
+def test_the_table_of_other_tools_recipes_is_of_rows():
+    lines = (ROOT / "docs/benchmarks/foreign.jsonl").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "files" in row]
+    page = (ROOT / "docs/guides/coming-from.md").read_text("utf-8")
+    _, _, table = page.partition("| source | files |")
+    for row, line in zip(rows, table.splitlines()[2 : 2 + len(rows)], strict=True):
+        keys = ("files", "translated", "wrong", "checked", "refused", "another kind")
+        wanted = [row[key] for key in (*keys, "not one training")]
+        assert line.startswith(f"| {row['tool']}'s ")
+        assert list(map(int, re.findall(r"\d+", line))) == wanted
+    done, refused = (sum(row[key] for row in rows) for key in ("translated", "refused"))
+    assert f"{done} of {done + refused}" in page
+    shares = [f"{100 * r['translated'] / (r['translated'] + r['refused']):.0f}" for r in rows]
+    assert f"{', '.join(shares[:-1])} and {shares[-1]}% are translated" in page
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_figure_of_a_table_is_a_row_s(page, measured):
     unknown = [
