@@ -111,6 +111,7 @@ def test_the_cut_into_micro_batches_and_ranks_changes_nothing(lora, tmp_path):
     same_when_cut(train, tmp_path, abs=1e-6, **given)
 
 
+@pytest.mark.sample("lora")
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
     recipe = RECIPE.replace("objective: dpo", "objective: kto")

@@ -155,6 +155,7 @@ def places(tmp_path, tiny_qwen2):
     return tmp_path
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_run_has_the_same_bytes(every, places):
     """Stopped behind step 2: with 3 amid the steps that were drawn for at once."""

@@ -245,6 +245,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.sample("full", "fp8")
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(kind, tmp_path, tiny_qwen2):
     start(tmp_path, tiny_qwen2, TRAINED[kind])

@@ -59,6 +59,7 @@ def test_what_a_run_leaves_is_transformers_own_reward_model(lora, tmp_path, tiny
         assert "reward model" in asked.err
 
 
+@pytest.mark.sample("full")
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
     start(tmp_path, tiny_qwen2, PLAIN if lora else FULL)

@@ -297,15 +297,6 @@ def test_fewer_processes_are_refused_with_the_difference(project):
     assert project.sft("--resume", "run").code == 0, "what was accepted once stays so"
 
 
-def test_fewer_processes_for_shards_are_refused_with_the_way(project):
-    arguments = (*START, "global_batch_size=4", "training.per_device_train_batch_size=1")
-    project.sft(*arguments, "deepspeed=zero2", num_ranks=2, kill_at=5)
-    for extra in ((), ("--allow-changed",)):
-        refused = project.sft("--resume", "run", *extra)
-        assert refused.code == 1
-        assert "trainkit merge" in refused.err
-
-
 def test_other_data_is_refused_and_accepted(project, broken):
     with (project.root / "d.jsonl").open("a") as stream:
         stream.write('\n{"messages": [{"role": "user", "content": "a"}, ')
