@@ -44,6 +44,14 @@ IN_FP32 = {"cohere2"}
 """Hugging Face turns queries and keys in fp32 there, and rounds elsewhere than in Llama."""
 
 
+SHOWN = (
+    "gemma2 falcon_h1 lfm2 deepseek_v2 llama4_text bamba qwen3_5_text qwen3_next granitemoehybrid "
+    "nemotron_h olmo2 arcee gpt_oss mixtral jamba olmo cohere2 falcon phi nemotron gpt2 bert biogpt"
+)
+"""One or two of each row, of several structures."""
+
+
+@pytest.mark.sample(*(f"{each}-*" for each in SHOWN.split()))
 @pytest.mark.parametrize(
     ("model_type", "on"), [(each, on) for on, types in TYPES.items() for each in types.split()]
 )

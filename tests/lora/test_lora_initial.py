@@ -57,6 +57,7 @@ def logits(model, ids):
         return model.eval()(input_ids=ids).logits.float()
 
 
+@pytest.mark.sample("*-plain-*32", "pissa-*", "True-16*", "olora-dora-*", "gaussian-rslora-*")
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [*((name, torch.float32) for name in VARIANTS), ("plain", torch.bfloat16)],
