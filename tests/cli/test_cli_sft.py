@@ -130,7 +130,11 @@ def test_mistakes_stop_before_torch_and_leave_nothing(recipe):
         "import sys; from trainkit.cli.app import main\n"
         "for words in sys.argv[1:]:\n"
         "    print(main(['sft', *words.split()]), end='', file=sys.stderr)\n"
-        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+        "from trainkit.recipe import dump_resolved, load_recipe, resolve_accumulation\n"
+        "loaded = load_recipe('r.yaml')\n"
+        "dump_resolved(loaded), resolve_accumulation(loaded.recipe, 2)\n"
+        "slow = {'torch', 'transformers', 'accelerate', 'deepspeed', 'datasets', 'numpy', 'peft'}\n"
+        "print(sorted(slow & sys.modules.keys()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *MISTAKES], capture_output=True, text=True, check=True

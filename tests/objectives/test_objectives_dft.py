@@ -1,14 +1,12 @@
 """Objectives that weigh tokens against the plain model in fp64, and themselves cut otherwise."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from objectives.pair_cases import adapters, fp8_base, over_fp8, same_when_cut
-from objectives.preference_cases import make_data
-from objectives.test_objectives_distill import conversation
-from tiny import make_qwen2, make_tokenizer
+from objectives.pair_cases import over_fp8, same_when_cut
+from objectives.test_objectives_distill import trainer_of_rows
+from tiny import make_qwen2
 from transformers import TrainerCallback, set_seed
 
 from trainkit.objectives.table import objective_of
@@ -16,28 +14,9 @@ from trainkit.objectives.table import objective_of
 NUM_ROWS = 12
 
 
-def make_trainer(root, *, packing=False, patched=False, objective="dft", in_fp8=False, **options):
-    from lab import Lab
-
-    from trainkit.patching import patch
-
-    mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
-    mine.mkdir(parents=True)
-    rows = [conversation(number) for number in range(NUM_ROWS)]
-    kind = objective_of(objective)
-    data = make_data(mine, rows, objective=kind, packing=packing, max_length=128)
-    trainer = Lab(make_tokenizer(), Path(root)).trainer(
-        "run",
-        prepare=patch if patched else fp8_base if in_fp8 else None,
-        wrap=adapters if in_fp8 else None,
-        given={
-            "train_data": data.train,
-            "eval_data": data.eval,
-            "objective": objective_of(objective),
-        },
-        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
-    )
-    return trainer, data
+def make_trainer(root, *, packing=False, objective="dft", in_fp8=False, patched=False, **options):
+    how = {"patched": "fp8" if in_fp8 else patched, "packing": packing, "max_length": 128}
+    return trainer_of_rows(root, objective_of(objective), **how, **options)
 
 
 def weight_of_eaft(logits, alpha=1.0):

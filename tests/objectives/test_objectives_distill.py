@@ -43,37 +43,45 @@ def teacher_of(size):
     return make_qwen2(size, num_hidden_layers=1).eval()
 
 
-def make_trainer(root, *, distill, packing=False, patched=False, hooks=(), **options):
+def trainer_of_rows(root, objective, *, packing=False, patched=False, given=None, **options):
+    """A trainer on short conversations; ``patched`` may name a base in fp8 with adapters."""
     from lab import Lab
 
     from trainkit.patching import patch
 
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
-    row = objective_of("distill", DistillOptions(teacher="live"))
+    read = {name: options.pop(name) for name in ("mask", "max_length") if name in options}
     rows = [conversation(number) for number in range(NUM_ROWS)]
-    data = make_data(mine, rows, objective=row, packing=packing, mask="assistant")
-    tokenizer = make_tokenizer()
+    data = make_data(mine, rows, objective=objective, packing=packing, **read)
+    own = {"train_data": data.train, "eval_data": data.eval, "objective": objective}
+    trainer = Lab(make_tokenizer(), Path(root)).trainer(
+        "run",
+        prepare=fp8_base if patched == "fp8" else patch if patched else None,
+        wrap=adapters if patched == "fp8" else None,
+        given=own | (given or {}),
+        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
+    )
+    return trainer, data
+
+
+def make_trainer(root, *, distill, packing=False, patched=False, hooks=(), **options):
+    from trainkit.patching import patch
 
     def change(run):
         recipe = {"model": {"name_or_path": "none"}}
         recipe["data"] = {"train": ["none.jsonl"], "packing": packing}
         recipe |= {"objective": "distill", "distill": {"teacher": "live", **distill}}
         run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
-        run.teacher = teacher_of(len(tokenizer)).to(next(run.built.model.parameters()).dtype)
+        run.teacher = teacher_of(len(make_tokenizer()))
+        run.teacher.to(next(run.built.model.parameters()).dtype)
         if patched == "both":
             patch(run.teacher)
 
-    given = {"train_data": data.train, "eval_data": data.eval, "objective": row, "change": change}
-    given["hooks"] = hooks
-    trainer = Lab(tokenizer, Path(root)).trainer(
-        "run",
-        prepare=fp8_base if patched == "fp8" else patch if patched else None,
-        wrap=adapters if patched == "fp8" else None,
-        given=given,
-        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
-    )
-    return trainer, data
+    row = objective_of("distill", DistillOptions(teacher="live"))
+    given = {"change": change, "hooks": hooks}
+    how = {"packing": packing, "patched": patched, "given": given, "mask": "assistant"}
+    return trainer_of_rows(root, row, **how, **options)
 
 
 def plain_divergence(student, teacher, options):
