@@ -112,3 +112,11 @@ def test_rows_for_which_a_template_is_false_are_left_out(write, ready):
     data = ready(Source(path=str(path), columns=columns), max_dropped=0)
     assert samples(data) == samples(ready(write(ROWS[::2], "b.jsonl")))
     assert data.summary["totals"]["left_out"] == 10
+
+
+def test_rows_that_switch_themselves_off_are_left_out(write, ready):
+    path = write([{**row, "weight": n % 2} for n, row in enumerate(ROWS)], "a.jsonl")
+    data = ready(path, max_dropped=0)
+    assert samples(data) == samples(ready(write(ROWS[1::2], "b.jsonl")))
+    totals = data.summary["totals"]
+    assert (totals["left_out"], totals["dropped"]) == (10, 0)

@@ -32,6 +32,21 @@ def test_a_report_and_a_card_are_written_without_a_damaged_record(
         assert f"{name}:{line} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("name", RECORDS[:4])
+def test_a_record_that_every_run_has_is_missed(name, trained_run, caplog, monkeypatch):
+    monkeypatch.setattr("trainkit.run.report.svg_plots", lambda *_, **__: [])
+    (trained_run.root / name).write_text("{}")
+    render_report(trained_run)
+    assert f"{name}:1 does not hold what a run writes" in caplog.text
+    (trained_run.root / name).unlink()
+    render_report(trained_run)
+    assert f"{name} is missing" in caplog.text
+    caplog.clear()
+    read_run(trained_run.root, {})
+    assert (f"{name} is missing" in caplog.text) == (name in ("data.json", "environment.json"))
+    assert "memory.json" not in caplog.text
+
+
 def test_damaged_rows_stay_and_are_named_when_a_run_goes_on(trained_run, caplog):
     path = trained_run.metrics
     lines = path.read_bytes().split(b"\n")
@@ -46,6 +61,16 @@ def test_damaged_rows_stay_and_are_named_when_a_run_goes_on(trained_run, caplog)
     superseded = path.with_name("metrics.superseded.jsonl").read_bytes()
     assert b"no row\n" in superseded
     assert sorted([*kept, *superseded.split(b"\n")]) == sorted([*lines, b""])
+
+
+@pytest.mark.parametrize("change", [lambda text: text[:-30], lambda text: text + text[-200:]])
+def test_rows_that_are_lost_or_added_behind_the_end_are_told(change, trained_run, caplog):
+    trained_run.write_status("done")
+    text = trained_run.metrics.read_text()
+    trained_run.metrics.write_text(change(text))
+    say_damaged.cache_clear()
+    trained_run.open_metrics().close()
+    assert "is not as long as the run left it" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["runs", "show", "watch", "plot", "compare", "report"])
@@ -72,10 +97,8 @@ def test_every_command_names_the_rows_that_it_leaves_out(command, trained_run, c
 
 
 @pytest.mark.parametrize("name", ["data.json", "environment.json", "generation_eval.json"])
-@pytest.mark.parametrize("text", ["{", "[3]", '{"rows": [5], "variables": 3}'])
+@pytest.mark.parametrize("text", ["{", "[3]", "{}", '{"rows": [5], "variables": 3}'])
 def test_a_comparison_names_damaged_records(name, text, trained_run, caplog):
-    if name == "data.json" and text.startswith('{"rows'):
-        return  # a record of no file is a record
     (trained_run.root / name).write_text(text)
     read_run(trained_run.root, {})
     assert f"{name}:1 " in caplog.text

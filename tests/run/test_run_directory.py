@@ -84,10 +84,29 @@ def test_a_start_that_was_killed_before_there_was_a_run_is_in_nobodys_way(tmp_pa
         RunDirectory.check_free(tmp_path / "other")
 
 
+@pytest.mark.parametrize("left", [None, 4])
+def test_a_directory_that_is_emptied_is_named_and_not_filled_again(left, tmp_path):
+    run = RunDirectory.create_at(tmp_path / "run")
+    run.heartbeat(4)
+    for path in run.root.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if left is not None:
+        run.checkpoint(left).mkdir()
+        (run.checkpoint(left) / "manifest.json").touch()
+        run.checkpoint(left + 1).mkdir()  # of which the files are gone, too
+    there = [*run.root.iterdir()]
+    expected = "there is no checkpoint" if left is None else f"is {run.checkpoint(left)}"
+    for write in (run.heartbeat, lambda step: run.write_status("failed", step=step)):
+        with pytest.raises(RunGoneError, match=expected):
+            write(5)
+    assert [*run.root.iterdir()] == there
+
+
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_a_directory_that_goes_away_is_named_and_not_made_again(is_moved, tmp_path):
     run = RunDirectory.create_at(tmp_path / "run")
     run.checkpoint(4).mkdir()
+    (run.checkpoint(4) / "manifest.json").touch()
     run.heartbeat(4)
     if is_moved:
         run.root.rename(tmp_path / "other")
@@ -106,6 +125,19 @@ def test_a_directory_that_goes_away_is_named_and_not_made_again(is_moved, tmp_pa
         with pytest.raises(RunGoneError, match=expected):
             write(6)
     assert not any(run.root.iterdir())
+
+
+def test_whatever_breaks_in_a_missing_directory_it_is_named(tmp_path):
+    breaks = {
+        "deleted": lambda: (shutil.rmtree(run.root), shutil.disk_usage(run.root)),
+        "status": lambda: (run.status_file.unlink(), run.open_metrics()),
+        "No such": lambda: shutil.disk_usage(run.root / "gone"),
+    }
+    for said, fails in breaks.items():
+        run = RunDirectory.create_at(tmp_path / said)
+        error = FileNotFoundError if said == "No such" else RunGoneError
+        with pytest.raises(error, match=said), run.recording_status():
+            fails()
 
 
 def test_status_of_a_body_that_ends_well(trained_run):

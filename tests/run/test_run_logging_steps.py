@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainkit.compare.runs import group_by_recipe, one_of_each, read_run
+from trainkit.compare.verdicts import verdicts
 from trainkit.run import RunDirectory
 from trainkit.run.listing import summarize
 from trainkit.run.plot import MEASURED, History, by_minutes, read_rows
@@ -24,8 +25,9 @@ def logged(parent, every, *, seed=0, steps=NUM_STEPS, name="run"):
             if step % every and step < steps:
                 continue
             count, seconds = len(window), sum(window)
-            row = {"step": step, "loss": 2.0, "num_tokens": 512 * count, "data_seconds": 0.1}
-            row |= {"step_seconds": seconds / count, "tokens_per_second": 512 * count / seconds}
+            row = {"step": step, "num_tokens": 512 * count, "data_seconds": 0.1}
+            row |= dict.fromkeys(("loss", "step_seconds"), seconds / count)
+            row |= {"tokens_per_second": 512 * count / seconds}
             metrics.append(row)
             window = []
     run.heartbeat(steps)
@@ -53,6 +55,19 @@ def test_every_reader_says_the_same(every, tmp_path):
         )
     assert said[0][:6] == ["757", "388k", said[0][2], True, NUM_STEPS, NUM_STEPS]
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("every", [3, 10, 100, 1000])
+def test_how_often_a_run_logs_is_no_difference_of_its_curve(every, tmp_path):
+    one, other = (read_run(logged(tmp_path, each).root, {}) for each in (1, every))
+    (verdict,) = verdicts([[one], [other]])
+    assert verdict.interval.difference == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_that_logs_nothing_says_its_steps(tmp_path):
+    run = RunDirectory.create(tmp_path)
+    run.write_status("done", step=7)
+    assert headline_figures(run, History([]), None) == [("steps", "7")]
 
 
 def test_a_run_that_was_stopped_between_two_rows_has_come_as_far_as_it_has(tmp_path):

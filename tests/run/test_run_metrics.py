@@ -34,6 +34,16 @@ def test_a_row_that_is_not_flat_is_refused(tmp_path, row):
         writer.append(row)
 
 
+def test_rows_behind_a_deleted_file_go_into_a_new_one_with_a_word(tmp_path, caplog):
+    with contextlib.closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        writer.append({"step": 1, "loss": 1.0})
+        (tmp_path / "m.jsonl").unlink()
+        for step in (2, 3):
+            writer.append({"step": step, "loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [2, 3]
+    assert caplog.text.count("its rows before step 2 are lost") == 1
+
+
 def test_resume_sets_the_redone_rows_aside_and_drops_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with contextlib.closing(MetricsWriter(path)) as writer:

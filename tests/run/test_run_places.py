@@ -14,6 +14,7 @@ from trainkit.errors import RecipeError, TrainkitError
 from trainkit.estimate.shape import find_config
 from trainkit.infer.locate import find_model
 from trainkit.lora.adapter import load_adapter
+from trainkit.models.files import check_model_files
 from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer, stop_token_ids
 from trainkit.options.data import read_tokens
 from trainkit.options.model import ModelOptions
@@ -21,7 +22,7 @@ from trainkit.parallel.strategies import strategy_for
 from trainkit.places import local_path
 from trainkit.recipe.document import read_document
 from trainkit.recipe.load import read_chat_template
-from trainkit.run.directory import RunDirectory
+from trainkit.run.directory import RunDirectory, locked
 from trainkit.run.files import read_json
 from trainkit.run.listing import summarize
 from trainkit.run.metrics import read_metrics
@@ -98,6 +99,8 @@ FILE_DOORS = {
     "adapter": (lambda at: load_adapter(None, at.parent), "adapter_model.safetensors"),
     "estimate": (lambda at: find_config(str(at.parent)), "config.json"),
     "run": (lambda at: RunDirectory.open(at.parent), "environment.json"),
+    "lock": (lambda at: locked(RunDirectory(at.parent)).__enter__(), ".lock"),
+    "new": (lambda at: check_model_files(at.parent, with_weights=False), "config.json"),
 }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from trainkit.data.options import BUFFER
@@ -91,6 +91,18 @@ class ComparedRun:
     def last_eval_loss(self) -> float | None:
         return self.eval_losses[max(self.eval_losses)] if self.eval_losses else None
 
+    def losses_up_to(self, ends: Sequence[int]) -> list[float]:
+        """The means of the steps up to each: a row is that of every step since the one before."""
+        found, rows, before = list[float](), iter(sorted(self.losses.items())), 0
+        for end in ends:
+            total, start, step = 0.0, before, before
+            while step < end:
+                step, loss = next(rows)
+                total += loss * (step - before)
+                before = step
+            found.append(total / (end - start))
+        return found
+
     def summary(self) -> dict[str, Any]:
         right = sum(self.answers.values())
         return {
@@ -118,7 +130,7 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
 
     if not trained:
         raise RunDirectoryError(
-            "this run has no training steps to compare", where=str(path), fix="leave it out"
+            "this run has logged no training steps to compare", where=str(path), fix="leave it out"
         )
     settled = trained[len(trained) // 2 :]
     speeds = [speed for speed in numbers("tokens_per_second", settled).values() if speed]
@@ -128,7 +140,10 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     num_ranks = read_record(
         path / "environment.json", lambda each: int(each["variables"].get("WORLD_SIZE", 1)), 1
     )
-    files = read_record(path / "data.json", lambda content: _files_of({**content}), list[str]())
+    data: dict[str, Any] = read_record(
+        path / "data.json", lambda each: {"train": {**each["train"]}, **each}, {}
+    )
+    files = _files_of(data)
     clock = [trained[0].get(key) for key in _CLOCK]
     known = [row["step"] for row in rows] + [read_status(path / "status.json").last_step or 0]
     beside = {*_NOT_ABOUT_TRAINING}
@@ -138,7 +153,7 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
         values={**about, NUM_RANKS: num_ranks},
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
+        tokens_per_second=median(speeds) if speeds else None,
         peak_memory_gib=max(numbers("peak_memory_gib", trained).values(), default=0.0) or None,
         steps=max(known),
         step_seconds=seconds_spent([*timed], [*timed.values()])[-1] if timed else 0.0,

@@ -71,20 +71,18 @@ def verdicts(groups: Sequence[Runs]) -> Iterator[Verdict]:
 
 def _training_loss(sides: Sequence[Runs]) -> Iterator[Verdict]:
     """Over the second half of the steps that all runs have."""
-    shared = sorted(set.intersection(*(set(run.losses) for side in sides for run in side)))
-    settled = shared[len(shared) // 2 :]
+    shared = sorted(set.intersection(*(set(run.losses) for side in sides for run in side)) - {0})
+    half = len(shared) // 2
+    settled = shared[half:]
     if not settled:
         return
+    losses = [[run.losses_up_to(shared)[half:] for run in side] for side in sides]
     if min(map(len, sides)) > 1:
-        interval = _of_losses(
-            *([fmean(run.losses[step] for step in settled) for run in side] for side in sides)
-        )
+        interval = _of_losses(*([*map(fmean, side)] for side in losses))
         words = _over_seeds(interval, sides)
     else:
         (one, *_), (other, *_) = sides
-        interval = paired_difference(
-            [one.losses[step] for step in settled], [other.losses[step] for step in settled]
-        )
+        interval = paired_difference(losses[0][0], losses[1][0])
         words = _over_steps(interval, saw_the_same_batches(one, other))
     where = f"means over steps {settled[0]} to {settled[-1]}, the later half of those they share"
     yield _verdict(sides, "training loss", interval, f"{where}: {words}")

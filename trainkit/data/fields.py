@@ -5,6 +5,7 @@ is in a table with its meaning. A name that is in none but speaks of training is
 that is passed over trains what its author switched off.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,8 +124,8 @@ def is_switch(name: str) -> bool:
 def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
     """What the switches of a turn or of a part of one say together."""
     found: dict[str, bool] = {}
-    for name, value in item.items():
-        plain = plain_name(str(name))
+    for name, said in item.items():
+        plain, value = plain_name(str(name)), spelt(said)
         if value is None or not is_switch(plain):
             continue
         if plain in TRAINS or plain in MASKS:
@@ -134,8 +135,8 @@ def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
         elif plain not in UNCLEAR and isinstance(value, (bool, int, float, list)):
             raise _refused(name, place, "which is not a switch that trainkit knows")
     if len(set(found.values())) > 1:
-        said = ", ".join(f"{name}: {item[name]!r}" for name in found)
-        raise RowError("switches_disagree", f"{place} has switches that disagree: {said}")
+        shown = ", ".join(f"{name}: {item[name]!r}" for name in found)
+        raise RowError("switches_disagree", f"{place} has switches that disagree: {shown}")
     return next(iter(found.values()), None)
 
 
@@ -161,6 +162,16 @@ def on_or_off(value: Any, place: str) -> bool:
         return bool(value)
     shown = repr(value)[:40] if isinstance(value, (str, int, float)) else kind(value)
     raise RowError("bad_weight", f"{place} is {shown}; it must be 0 or 1, or true or false")
+
+
+def spelt(value: Any) -> Any:
+    """A truth value or number that csv has as text."""
+    if not isinstance(value, str) or len(value) > 20:
+        return value
+    word = value.strip().lower()
+    with contextlib.suppress(ValueError):
+        return word == "true" if word in ("true", "false") else float(word)
+    return value
 
 
 @lru_cache(maxsize=4096)
@@ -473,14 +484,18 @@ def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+
+EXCHANGE = ("human", "assistant")
+"""In one object, as ms-swift has them."""
 
 
 def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """The row's fields that play no part."""
     reads = _reads(row, name)
     ignored = []
-    for key, value in row.items():
+    for key, said in row.items():
+        value = spelt(said)
         if key in reads or _is_empty(value):
             continue
         if "chat_template_kwargs" in reads and key in TEMPLATE_VARIABLES:
@@ -488,7 +503,7 @@ def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
         if not _row_switch(key, value):
             _refuse(key, value, REFUSED, "the row")
             _refuse_policy(key, value)
-            is_off = value is False or (type(value) is int and not value and name != "text")
+            is_off = value is False or (value == 0 and name != "text")
             if key in UNDESIRED and is_off:
                 what = (
                     f"the row has {key}: {json.dumps(value)}: its answer is a bad one, as "
@@ -552,7 +567,7 @@ def _refuse(key: Any, value: Any, refused: Mapping[str, tuple[str, str]], place:
 
 def _unused_in_turns(turns: list[Any], place: str) -> Iterator[str]:
     for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping):
+        if not isinstance(turn, Mapping) or {*turn} == {*EXCHANGE}:
             continue  # refused where it is read
         speaks = ("from", "value") if "from" in turn else ("role", "content")
         for key, value in turn.items():

@@ -40,6 +40,8 @@ UNREADABLE: Mapping[str, str] = {
     **dict.fromkeys((".arrow", ".feather", ".orc", ".avro"), "write it as parquet"),
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".tsv"), "write it as csv"),
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".bin", ".npy", ".npz"), "write it as JSON lines"),
+    **dict.fromkeys((".md", ".rst", ".tex", ".html"), "rename it to .txt: every token is trained"),
+    **dict.fromkeys((".pdf", ".docx", ".epub"), "write its text into a .txt file"),
     **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".yaml", ".yml"), "write it as JSON lines"),
 }
 """Files that hold no rows that could be read, by their suffix, and what to do."""
@@ -400,6 +402,13 @@ def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
                 f"the csv file has the column {double!r} twice",
                 where=str(file),
                 fix="rename one of them",
+            )
+        mark = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+        if mark is not None:
+            raise DataError(
+                f"the csv file's columns are parted by {mark!r}",
+                where=str(file),
+                fix="write commas between them",
             )
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():

@@ -208,9 +208,8 @@ def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
 
 
 def _conversation(row: Mapping[str, Any], turns: Sequence[Any]) -> Conversation:
-    both = ("human", "assistant")  # ms-swift has an exchange in one object
-    if turns and all(isinstance(item, Mapping) and set(item) == set(both) for item in turns):
-        turns = [{"from": role, "value": item[role]} for item in turns for role in both]
+    if turns and all(isinstance(item, Mapping) and {*item} == {*fields.EXCHANGE} for item in turns):
+        turns = [{"from": who, "value": item[who]} for item in turns for who in fields.EXCHANGE]
     messages = [parse_turn(item, number) for number, item in enumerate(turns, 1)]
     return Conversation(tuple(with_system(row, messages)), tools=parse_tools(row))
 
@@ -456,7 +455,7 @@ def parse_rated(row: Mapping[str, Any]) -> Comparison:
     The rest is a row of prompt_completion, messages, sharegpt or alpaca. Of whole conversations the
     last answer is the one that is meant.
     """
-    marks = [row[key] for key in fields.RATINGS if row.get(key) is not None]
+    marks = [fields.spelt(row[key]) for key in fields.RATINGS if row.get(key) is not None]
     if len(marks) != 1 or marks[0] not in (True, False):
         raise RowError("no_label", "give 'label' or 'kto_tag', true or false")
     rest = {key: value for key, value in row.items() if key not in fields.RATINGS}
@@ -672,12 +671,14 @@ def _unknown(row: Mapping[str, Any]) -> str:
 
 
 _ASKS = re.compile(r"quest|frage|query|prompt|instr|input|user|human|ask|problem|q$", re.I)
+_NO_TEXTS = re.compile(r"(^|_)(id|idx|index|uuid|url|date|time|hash)$", re.I)
 _ANSWERS = re.compile(r"answ|antwort|respon|reply|output|complet|assist|solution|a$", re.I)
 
 
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Columns to propose for a row of no known format; empty where it has none to propose."""
     texts = [str(key) for key, value in row.items() if isinstance(value, str) and value]
+    texts = [key for key in texts if not _NO_TEXTS.search(key)]
     if len(texts) == 1:
         return {"text": texts[0]}
     asks = next((key for key in texts if _ASKS.search(key)), None)

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 Action = Literal["dropped", "cut", "repaired"]
 LEDGER, CHANGED = "dropped.jsonl", "changed.jsonl"
-LEFT_OUT = frozenset({"too_short", "duplicate", "not_wanted"})
-"""Reasons of dropped rows that the recipe asks to leave out: nothing is wrong with them."""
+LEFT_OUT = frozenset({"too_short", "duplicate", "not_wanted", "switched_off"})
+"""Reasons of dropped rows that the recipe, or the row, leaves out: nothing is wrong with them."""
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def load_engine(
     for each in (source, of_tokenizer):  # the hub's client would retry for a minute
         check_exists(each, is_model=False)
     if verify:
-        _verify(paths, say)
+        verify_files(paths, say)
     check_exists(source)
     tokenizer = load_tokenizer(of_tokenizer)
     if paths.adapter is not None:
@@ -360,7 +360,7 @@ def with_adapter(model: Any, adapter: Path) -> Any:
     return load_adapter(model, adapter)
 
 
-def _verify(paths: ModelPaths, say: Callable[[str], None]) -> None:
+def verify_files(paths: ModelPaths, say: Callable[[str], None]) -> None:
     """Compare every file that will be read with its manifest, where there is one."""
     directories = (paths.adapter, paths.directory, Path(paths.model).expanduser())
     for directory in dict.fromkeys(path for path in directories if path is not None):

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
-from trainkit.places import WEIGHTS
+from trainkit.places import WEIGHTS, regular_files
 
 MOST = 10**6
 """Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
@@ -22,7 +22,8 @@ PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check_model_files(directory: Path, *, with_weights: bool) -> None:
-    """Refuse a directory whose files are cut, damaged, or not all there."""
+    """Refuse a directory whose files are pipes, cut, damaged, or not all there."""
+    regular_files(directory, ModelError)
     if not (directory / "config.json").exists() and (directory / "adapter_config.json").exists():
         raise ModelError(
             "this is an adapter, and no model",

@@ -85,9 +85,10 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
         )
         return
     if path.is_dir():
-        regular_files(path, ModelError)
         if is_model and source.gguf_file is None:
             check_model_files(path, with_weights=source.init != "random")
+        else:
+            regular_files(path, ModelError)
         return
     if path.exists():
         regular(path, ModelError)

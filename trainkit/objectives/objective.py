@@ -245,6 +245,10 @@ SAMPLE_IDS = "sample_ids"
 """The key of a batch for the ids of its samples."""
 
 
+MAX_EMPTY = 1000
+"""Epochs without a row before we stop looking for the next one that has some."""
+
+
 class EpochDataset(Protocol):
     """Samples in the order of an epoch."""
 
@@ -309,14 +313,23 @@ class TrainingData:
 
     def longest_batch(self, rows: int) -> dict[str, Any]:
         """The largest batch of so many rows that there can be, counts included."""
+        self._come_to_rows()
         longest = np.argsort(-self.samples.lengths, kind="stable")[:rows]
         return self.collator([self.samples[int(index)] for index in longest])
 
     def first_samples(self) -> Iterator[dict[str, torch.Tensor]]:
         """The ``input_ids`` and ``labels`` of sample after sample, (1, S)."""
+        self._come_to_rows()
         for index in range(len(self.samples)):
             batch = self.collator([self.samples[index]])
             yield {name: batch[name] for name in ("input_ids", "labels")}
+
+    def _come_to_rows(self) -> None:
+        """Of sources shown in part the first epochs may have no row."""
+        for epoch in range(1, MAX_EMPTY):
+            if len(self.samples):
+                return
+            self.samples.set_epoch(epoch)
 
 
 def _ids(samples: Sequence[Any]) -> Iterator[Any]:

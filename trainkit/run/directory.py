@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
-from trainkit.places import checkpoints_in, regular_files, step_of
+from trainkit.places import checkpoints_in, regular, regular_files, step_of
 from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import RunGoneError, explain_os_errors, write_json_atomic, write_text_atomic
@@ -189,7 +189,7 @@ class RunDirectory:
         if resume_step:
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
             status = status.updated_with(resumed_at_steps=[*resumed, resume_step])
-        write_json_atomic(self.status_file, asdict(status))
+        self._write(status)
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -209,8 +209,6 @@ class RunDirectory:
 
         Without ``step`` or ``total_steps`` the recorded one stays.
         """
-        if self._held is not None:
-            self.refuse_gone()
         before = self.status()
         now = before.updated_with(
             state=state,
@@ -220,7 +218,12 @@ class RunDirectory:
             metrics_bytes=before.metrics_bytes if state == "running" else size_of(self.metrics),
             **this_process(),
         )
-        write_json_atomic(self.status_file, asdict(now))
+        self._write(now)
+
+    def _write(self, status: Status) -> None:
+        if self._held is not None:
+            self.refuse_gone()
+        write_json_atomic(self.status_file, asdict(status))
 
     def heartbeat(self, step: int) -> None:
         """Record the last finished step, at most every ten seconds: cheap to call each step."""
@@ -237,6 +240,7 @@ class RunDirectory:
             if self._held is None:
                 self._held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
             if os.path.samestat(self.root.stat(), os.fstat(self._held)):
+                self.status_file.stat()
                 return
         place = None
         if self._held is not None:
@@ -248,12 +252,17 @@ class RunDirectory:
                 where=str(self.root),
                 fix="start a new run",
             )
-        last = max(checkpoints_in(place), key=step_of, default=None)
+        whole = (each for each in checkpoints_in(place) if (each / "manifest.json").is_file())
+        last = max(whole, key=step_of, default=None)
+        is_run = (place / "status.json").is_file()
         raise RunGoneError(
-            f"the run directory was moved to {place} while the run went on; "
-            + (f"its last checkpoint is {last}" if last else "it had no checkpoint yet"),
+            (f"the run directory was moved to {place}" if is_run else "status.json was deleted")
+            + " while the run went on; "
+            + (f"its last checkpoint is {last}" if last else "there is no checkpoint"),
             where=str(self.root),
-            fix=f"go on there: {shlex.join(['trainkit', 'sft', '--resume', str(place)])}",
+            fix=f"go on there: {shlex.join(['trainkit', 'sft', '--resume', str(place)])}"
+            if is_run
+            else "start a new run",
         )
 
     @contextlib.contextmanager
@@ -264,6 +273,7 @@ class RunDirectory:
         trainkit's own errors, whose sentence is enough) and goes on its way.
         """
         before = self.status()
+        self.refuse_gone()
         self.write_status("running")
         try:
             yield
@@ -274,6 +284,8 @@ class RunDirectory:
             # A full disk may refuse this write too; the error itself must still come through.
             with contextlib.suppress(OSError, TrainkitError):
                 self._record_end(error)
+            if isinstance(error, OSError | RunGoneError):
+                self.refuse_gone()
             raise
         self.write_status("done", step=self._step)
 
@@ -325,7 +337,7 @@ _HALF_WRITTEN = re.compile(r"\..+\.[a-z0-9_]{8}")
 @contextlib.contextmanager
 def locked(run: RunDirectory) -> Iterator[None]:
     """Keep other starts of the run out while the body runs; sweep what a killed one left."""
-    path = run.root / _NAME
+    path = regular(run.root / _NAME, RunDirectoryError)
     with explain_os_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "r+", encoding="utf-8") as stream, explain_os_errors(path):

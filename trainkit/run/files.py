@@ -22,6 +22,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 logger = logging.getLogger(__name__)
 WAY_OUT = "a copy of the run may have it as it was"
+_OF_EVERY_RUN = ("data.json", "environment.json", "kernels.json", "samples.json")
 
 T = TypeVar("T")
 
@@ -101,15 +102,21 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is no file, or a damaged one, with a word."""
+    """The content of a JSON file; None without one, and with a word for a damaged or owed one."""
     try:
-        return json.loads(regular(path, RunDirectoryError).read_bytes())
+        content = json.loads(regular(path, RunDirectoryError).read_bytes())
     except FileNotFoundError:
+        if path.name in _OF_EVERY_RUN:
+            logger.warning("%s is missing; %s", path, WAY_OUT)
         return None
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         logger.warning("%s:%d is damaged and is left out: %s; %s", path, line, error, WAY_OUT)
         return None
+    if not content and path.name in _OF_EVERY_RUN:
+        say_strange(path)
+        return None
+    return content
 
 
 def read_record(path: Path, read: Callable[[Any], T], default: T) -> T:

@@ -63,14 +63,23 @@ class MetricsWriter:
         self.path = path
         if resume_step is not None and path.exists():
             _supersede_rows(path, resume_step)
-        with explain_os_errors(path):
+        self._stream = self._opened()
+
+    def _opened(self) -> FileIO:
+        with explain_os_errors(self.path):
             # Unbuffered: a row is with the operating system when append returns, and a failed
             # write leaves nothing behind that a later close would try again.
-            self._stream: FileIO = path.open("ab", buffering=0)
+            return self.path.open("ab", buffering=0)
 
     def append(self, row: Mapping[str, Scalar]) -> None:
         """Write one row."""
         data = _encode(row).encode("utf-8")
+        if not os.fstat(self._stream.fileno()).st_nlink:
+            logger.warning(
+                "%s was deleted while the run went on: its rows before step %s are lost",
+                *(self.path, row["step"]),
+            )
+            self._stream = self._opened()
         start = self._stream.tell()
         try:
             with explain_os_errors(self.path):
@@ -177,7 +186,7 @@ def size_of(path: Path) -> int:
 
 def say_if_cut(path: Path) -> None:
     with contextlib.suppress(TrainkitError):  # a damaged status is named where it is shown
-        if size_of(path) < (read_status(path.with_name("status.json")).metrics_bytes or 0):
+        if read_status(path.with_name("status.json")).metrics_bytes not in (None, size_of(path)):
             say_damaged(path, ())
 
 
@@ -185,7 +194,7 @@ def say_if_cut(path: Path) -> None:
 def say_damaged(path: Path, numbers: tuple[int, ...]) -> None:
     """Name the first rows that nothing is drawn of, and how many there are; of none, the end."""
     if not numbers:
-        logger.warning("%s is shorter than the run left it: its last rows are lost", path)
+        logger.warning("%s is not as long as the run left it: rows are lost or were added", path)
     for number in numbers[:_MOST_NAMED]:
         logger.warning("%s:%d is damaged and is left out", path, number)
     if len(numbers) > _MOST_NAMED:

@@ -31,7 +31,7 @@ from trainkit.places import local_path
 from trainkit.processes import module_command
 from trainkit.redact import redact_text
 from trainkit.run.directory import RunDirectory
-from trainkit.run.files import WAY_OUT, read_json, say_strange
+from trainkit.run.files import WAY_OUT, RunGoneError, read_json, say_strange
 from trainkit.run.metrics import (
     SCORE_HEAD,
     format_count,
@@ -204,10 +204,10 @@ def headline_figures(
         found.append(("evaluation loss", format_loss(evaluated[-1])))
     for name, figure in judged_figures(history.evaluations).items():
         found.append((f"{name}, held out", format_judged(figure)))
-    if last:
-        found.append(("steps", f"{max(history.last_step, run.status().last_step or 0):,}"))
-        if last.get("epoch") is not None:
-            found.append(("epochs", format_number(last["epoch"])))
+    if steps := max(history.last_step, run.status().last_step or 0):
+        found.append(("steps", f"{steps:,}"))
+    if last and last.get("epoch") is not None:
+        found.append(("epochs", format_number(last["epoch"])))
     if tokens := sum(history.series("num_tokens").values):
         found.append(("tokens", format_count(tokens)))
     timed = history.series("step_seconds")
@@ -323,8 +323,8 @@ def reported_at_an_early_end(run: RunDirectory) -> Iterator[None]:
     """
     try:
         yield
-    except ResumeRefusedError:
-        raise  # the run is what it was
+    except (ResumeRefusedError, RunGoneError):
+        raise  # the run is what it was, or not there
     except BaseException:
         # What ended the run is more important than its page.
         with contextlib.suppress(Exception):

@@ -44,7 +44,13 @@ from trainkit.data.store import CHANGED, Entry, Ledger
 from trainkit.data.summary import files_in_both, notes_of, refuse_unfit, source_notes
 from trainkit.data.vision import NoVision, Vision, unstreamed
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
-from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
+from trainkit.objectives.objective import (
+    MAX_EMPTY,
+    EpochDataset,
+    Objective,
+    RowShape,
+    TrainingData,
+)
 from trainkit.objectives.sft import distinct_labels
 from trainkit.objectives.table import refuse_unfit_feeding
 from trainkit.options import ImageOptions, Source
@@ -52,9 +58,6 @@ from trainkit.parallel import Layout
 
 if TYPE_CHECKING:
     from trainkit.data.streaming import Position, SampleStream
-
-_MAX_EMPTY = 1000
-"""Epochs without a row before we stop looking for the next one that has some."""
 
 
 @dataclass
@@ -117,9 +120,9 @@ class EpochPlan:
         epoch = num_empty = 0
         while step >= self.num_steps(epoch):
             num_empty = 0 if self.num_steps(epoch) else num_empty + 1
-            if num_empty > _MAX_EMPTY:
+            if num_empty > MAX_EMPTY:
                 raise DataError(
-                    f"{_MAX_EMPTY} epochs in a row have no row to train on",
+                    f"{MAX_EMPTY} epochs in a row have no row to train on",
                     where="data.train",
                     fix="raise the sources' epochs or weight",
                 )

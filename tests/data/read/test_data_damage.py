@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import time
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_cut_zst_is_an_error_and_not_a_shorter_file(tmp_path, share):
 def test_two_csv_columns_of_one_name_are_refused(write):
     path = write(b"instruction,instruction,output\nq,r,a\n", "x.csv")
     with pytest.raises(DataError, match="'instruction' twice"):
+        rows_of(path)
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_columns_that_no_comma_parts_are_named(write, mark):
+    path = write(f"instruction{mark}output\nq{mark}a\n".encode(), "x.csv")
+    with pytest.raises(DataError, match=f"parted by {re.escape(repr(mark))}"):
         rows_of(path)
 
 

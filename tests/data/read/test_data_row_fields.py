@@ -183,14 +183,17 @@ def test_a_row_may_be_switched_off_whole(form, name):
     if (form, name) == ("tokens", "loss_mask"):
         pytest.skip("there it is the mask of the ids")
     off, on = (1, 0) if name in fields.MASKS else (0, 1)
-    assert refusal({**ROWS[form], name: off}).reason == "switched_off"
-    assert parse_row({**ROWS[form], name: on}, "auto").ignored == ()
+    for said in (off, str(off), f" {bool(off)}", f"{off}.0"):  # as csv has it
+        assert refusal({**ROWS[form], name: said}).reason == "switched_off"
+    for said in (on, str(on), str(bool(on)).upper()):
+        assert parse_row({**ROWS[form], name: said}, "auto").ignored == ()
 
 
 @pytest.mark.parametrize("form", [name for name in ROWS if name != "tokens"])
 @pytest.mark.parametrize("name", UNDESIRED)
 def test_an_answer_marked_as_bad_is_not_trained(form, name):
-    assert refusal({**ROWS[form], name: False}).reason == "undesired_answer"
+    for said in (False, "false", "False"):
+        assert refusal({**ROWS[form], name: said}).reason == "undesired_answer"
     if form != "text":  # whose label is a class
         assert refusal({**ROWS[form], name: 0}).reason == "undesired_answer"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainkit.data.files import TEXT_BYTES, read_rows, resolve_files
-from trainkit.data.formats import decode_row, parse_row, read_row
+from trainkit.data.formats import decode_row, guess_columns, parse_row, read_row
 from trainkit.data.messages import RowError
 from trainkit.errors import DataError
 
@@ -51,10 +51,15 @@ def test_questions_and_answers_need_no_hint(question, answer):
 
 def test_an_exchange_may_be_one_object():
     row = {"conversation": [{"human": "Q", "assistant": "A"}, {"human": "R", "assistant": "B"}]}
-    found = parse_row(row, "auto").messages
-    assert [(m.role, m.content) for m in found] == [
-        ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "B")
-    ]  # fmt: skip
+    for key in ("conversation", "conversations"):
+        found = parse_row({key: row["conversation"]}, "auto")
+        assert [(m.role, m.content) for m in found.messages] == [
+            ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "B")
+        ]  # fmt: skip
+        assert found.ignored == ()
+    turns = [{"from": "human", "value": "Q", "images": ["x.png"]}, {"from": "gpt", "value": "A"}]
+    with pytest.raises(RowError, match="not_text"):
+        parse_row({"conversation": turns}, "auto")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,14 @@ def test_an_exchange_may_be_one_object():
 def test_what_is_not_clear_is_not_guessed(row):
     with pytest.raises(RowError, match="unknown_format"):
         parse_row(row, "auto")
+
+
+def test_a_hint_takes_no_id_for_a_text():
+    assert guess_columns({"id": "7", "q": "Q", "answers": {}, "url": "u"}) == {"text": "q"}
+    assert guess_columns({"page_id": "7", "q": "Q", "a": "A"}) == {
+        "instruction": "q",
+        "output": "a",
+    }
 
 
 def test_the_hint_has_the_files_own_columns_once(write, ready, tiny_tokenizer):

@@ -188,6 +188,7 @@ def _ready(
     from trainkit.data.files import is_data
     from trainkit.evals.scores import Evaluation, Ranks
     from trainkit.infer import benchmark
+    from trainkit.infer.engine import prove_base, verify_files
     from trainkit.parallel import ProcessRank
 
     process = ProcessRank.from_environment()
@@ -199,7 +200,6 @@ def _ready(
     tasks, limit = None, choice["limit"]
     engine: Any = None
     files = [name for name in choice["tasks"] if is_data(Path(name))]
-    rows = benchmark.read_files(files, paths, limit) if files else {}
     others = [name for name in choice["tasks"] if name not in files]
     if others:
         from trainkit.evals.run import evaluate_model
@@ -207,14 +207,20 @@ def _ready(
 
         tasks = load_tasks(TaskChoice(**{**choice, "tasks": others}))
         benchmark.check_thinking(asking, tasks)
+    if held.verify:
+        verify_files(paths, say)
+    rows = benchmark.read_files(files, paths, limit) if files else {}
     if backend == "vllm":
         from trainkit.infer.vllm_backend import vllm_model
 
+        if paths.adapter is not None:
+            prove_base(paths.adapter, paths.source, say, any_base=held.any_base)
         model, chat = vllm_model(paths, asking, held.dtype)
         ranks, is_patched = Ranks(), False
     else:
         ranks = benchmark.start_ranks(process)
-        own = replace(held, device=benchmark.rank_device(held.device, process))
+        device = benchmark.rank_device(held.device, process)
+        own = replace(held, device=device, verify=False)  # it was
         engine = load(paths, own, None)
         chat = not tasks or benchmark.uses_chat(asking, paths, engine.tokenizer)
         is_patched = asking.kernels and benchmark.patch(engine, say)

@@ -191,7 +191,7 @@ def _load(
 
 def _stopped_too_early(run: Path) -> RunDirectoryError:
     return RunDirectoryError(
-        "the run was stopped before it wrote down its recipe",
+        "there is no recipe.yaml: it was deleted, or the run was stopped before it wrote one",
         where=str(run),
         fix="give the recipe once more with --config, and what else was typed",
     )
