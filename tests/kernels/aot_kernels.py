@@ -145,11 +145,11 @@ def adapt_what_models_bring(arch: int) -> None:
     def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype)
 
-    has_room = SHARED_BYTES[arch] >= SHARED_BYTES[80]
-    for rank in (16, products.MAX_RANK if has_room else 64):
+    for rank in (16, products.MAX_RANK):
         called("lora_linear", (256, 512, rank, False))
         products.add_product(ones(64, 256), ones(64, rank), ones(rank, 256))
-    ways = {False: (16, gate.MAX_GATE_RANK if has_room else 32), True: (8, gate.MAX_TILES_RANK)}
+        products.rows(ones(64, 512, dtype=torch.float32), ones(rank, 512, dtype=torch.float32))
+    ways = {False: (16, gate.MAX_GATE_RANK), True: (8, gate.MAX_TILES_RANK)}
     for tiles in (False, True) if arch == 90 else (False,):
         gate._takes_blocks = lambda *_, tiles=tiles: tiles
         for rank in ways[tiles]:

@@ -23,6 +23,7 @@ from trainkit.kernels.launch import (
     next_power_of_2,
     num_multiprocessors,
     runs_kernel,
+    shared_bytes,
 )
 
 if HAS_TRITON:
@@ -133,7 +134,10 @@ def _launch_rows(
     lora_rank = w.shape[0]
     padded = pad_rank(lora_rank)
     block_m = 64 if padded <= 64 else 128
-    block_k = 128 if x.element_size() == 2 else 64
+    block_k, stages = 128 if x.element_size() == 2 else 64, 4 if padded <= 64 else 3
+    tiles = (block_m + padded) * block_k * x.element_size()
+    if (stages - 1) * tiles > shared_bytes(x):  # a consumer's GPU, at ranks above 64
+        block_k //= 2
     if INTERPRETING:
         block_m, block_k = 128, 512
     turned, w_stride = _lies(w)
@@ -149,7 +153,7 @@ def _launch_rows(
         (num_rows,),
         (
             *(turned, lora_rank, padded, precision(x.dtype)),
-            *(block_m, block_k, 4 if padded <= 64 else 3),
+            *(block_m, block_k, stages),
         ),
         4 if block_m == 64 else 8,
         3,
