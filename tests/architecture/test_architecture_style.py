@@ -36,7 +36,7 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 380, "code": 61_964, "words": 9_752},
-    "tests": {"code": 43_179},
+    "tests": {"code": 43_191},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_814},
 }

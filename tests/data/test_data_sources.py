@@ -9,6 +9,7 @@ from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
 from trainkit.data.datasets import stream_names
 from trainkit.data.streaming import SampleStream, first_look
 from trainkit.data.summary import verdict
+from trainkit.objectives.objective import TrainingData
 from trainkit.train.data import parts_of
 
 ROWS = [chat(f"ask {n}", f"say {n}") for n in range(40)]
@@ -109,3 +110,11 @@ def test_a_file_that_is_listed_twice_is_named(write, ready, tmp_path, monkeypatc
         assert all(f"{p} (source {Source(path=p).label})" in warning for p in listed)
         assert warning in [finding.detail for finding in verdict(each)]
     assert ready(path).summary["listed_twice"] == []
+
+
+def test_a_first_epoch_without_a_row_is_passed_for_a_look(write, ready):
+    data = ready(Source(path=str(write(ROWS[:4])), epochs=0.1))
+    samples = SampleDataset(data, seed=0)
+    assert not len(samples)
+    looked = TrainingData(samples, list, lambda row: row)
+    assert len(looked.longest_batch(1)) == len(samples) == 1

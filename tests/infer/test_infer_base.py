@@ -162,12 +162,16 @@ def loaded_files(directory):
     )
 
 
-@pytest.mark.parametrize("kind", ["chat", "generate"])
+@pytest.mark.parametrize("kind", ["chat", "generate", "eval"])
 def test_a_final_model_that_was_altered_is_named(kind, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115, PTH123 - read to its end
     (tmp_path / "p.txt").write_text("one\n")
-    asked = ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
-    arguments = [kind, str(finished), *(asked if kind == "generate" else [])]
+    (tmp_path / "q.jsonl").write_text('{"prompt": "one", "response": "1"}\n')
+    asked = {
+        "generate": ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")],
+        "eval": ["--tasks", str(tmp_path / "q.jsonl"), "--output", str(tmp_path / "out")],
+    }
+    arguments = [kind, str(finished), *asked.get(kind, [])]
     arguments += ["--device", "cpu", "--max-new-tokens", "1"]
     names = loaded_files(finished / "final")
     assert "model.safetensors" in names
@@ -187,6 +191,7 @@ def test_a_final_model_that_was_altered_is_named(kind, finished, tmp_path, monke
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     (tmp_path / "out.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert main([*arguments, "--no-verify"]) == 0
 
 
