@@ -16,7 +16,7 @@ from typing import Any
 REDACTED = "<redacted>"
 
 _SECRET_WORD = re.compile(
-    r"secrets?|[a-z]*passw(?:or)?d|[a-z]*passphrase|credentials?|authorization|jwt|cookie|sshpass|(?:root|admin|bind|user|db)pw"
+    r"secrets?|[a-z]*passw(?:or)?d|[a-z]*passphrase|credentials?|authorization|jwt|cookie|sessionid|csrftoken|passcode|kennwort|sshpass|(?:root|admin|bind|user|db)pw"
     r"|(?:api|access|secret|private|account)keys?|(?:auth|access|api|refresh|id|hub|hf)token"
 )
 _KEY_OWNER = re.compile(

@@ -242,6 +242,9 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     assert faq.columns == {"instruction": "question", "output": "answer"}
     assert de.columns == {"instruction": "frage", "output": "antwort"}
     assert (chat.path, chat.columns) == ("chat.jsonl", {})
+    Path("odd.csv").write_text("id,metadata,body\nx1,y,A long text.\n")
+    assert main(["new", "-m", SMALL, "--gpu", "h100", "-d", "odd.csv", "-o", "o.yaml"]) == 2
+    assert "no known format has these keys: body, id, metadata" in capsys.readouterr().err
     Path("broken.jsonl").write_text('{"messages": [\n')
     Path("empty.jsonl").write_text("")
     files = ["-d", "broken.jsonl", "-d", "empty.jsonl"]

@@ -55,6 +55,10 @@ def test_the_shipped_files_fit_the_installed_version(name):
         ({"data_efficiency": {"enabled": True}}, "data and its order"),
         ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "quantize"),
         ({"activation_checkpointing": {"partition_activations": True}}, "recompute"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"nvme_path": "/x"}}},
+            "nvme_path asks",
+        ),
     ],
 )
 def test_what_deepspeed_would_pass_over_or_fail_on_is_named(config, said):

@@ -7,7 +7,7 @@ CHANGES = [
     {"lr_scheduler_type": "constant"},
     {"warmup_steps": 3},
     {"optim": "sgd"},
-    {"adam_beta1": 0.5},
+    {"adam_beta1": 0},
     {"adam_beta2": 0.5},
     {"adam_epsilon": 1.0},
     {"weight_decay": 5.0},

@@ -130,12 +130,16 @@ def test_projected_layers_and_those_that_keep_16_bits_are_looked_up(projected):
         hold(["down_porj"], projected)
     with pytest.raises(ModelError, match=r"training\.optim_target_modules"):
         hold([], ["q_proj", "v_porj"])
-    with pytest.raises(ModelError, match=r"training\.optim_target_modules"):
-        hold([], ".*v_porj")
+    with pytest.raises(
+        ModelError, match=r"training\.optim_target_modules(.|\n)*fix: the layers are"
+    ):
+        hold([], "no.*such")
 
 
 def test_a_rank_that_no_layer_can_use_is_refused():
-    fits(r=64)
+    fits(r=64, rank_pattern={"q_proj": 64})
+    with pytest.raises(RecipeError, match="a rank of 65 is more"):
+        fits(rank_pattern={"q_proj": 65})
     with pytest.raises(RecipeError, match="rank 64 at most"):
         fits(r=65)
     with pytest.raises(RecipeError, match=r"lora\.r"):

@@ -670,13 +670,13 @@ def _unknown(row: Mapping[str, Any]) -> str:
     raise RowError("unknown_format", f"no known format has these keys: {keys}{hint}")
 
 
-_ASKS = re.compile(r"quest|frage|query|prompt|instr|input|user|human|ask|problem|q$", re.I)
+_ASKS = re.compile(r"quest|frage|query|prompt|instr|input|user|human|ask|problem|(?:^|_)q$", re.I)
 _NO_TEXTS = re.compile(r"(^|_)(id|idx|index|uuid|url|date|time|hash)$", re.I)
-_ANSWERS = re.compile(r"answ|antwort|respon|reply|output|complet|assist|solution|a$", re.I)
+_ANSWERS = re.compile(r"answ|antwort|respon|reply|output|complet|assist|solution|(?:^|_)a$", re.I)
 
 
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Columns to propose for a row of no known format; empty where it has none to propose."""
+    """Columns to propose for a row of no known format; empty where no name speaks for one."""
     texts = [str(key) for key, value in row.items() if isinstance(value, str) and value]
     texts = [key for key in texts if not _NO_TEXTS.search(key)]
     if len(texts) == 1:
@@ -684,10 +684,10 @@ def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     asks = next((key for key in texts if _ASKS.search(key)), None)
     answer = next((key for key in texts if key != asks and _ANSWERS.search(key)), None)
     rest = [key for key in texts if key not in (asks, answer)]
-    rest.sort(key=lambda key: -len(row[key]))  # an id is short
-    asks = asks or (rest.pop() if rest else None)
-    answer = answer or (rest.pop(0) if rest else None)
-    return {"instruction": asks, "output": answer} if asks and answer else {}
+    other = max(rest, key=lambda key: len(row[key]), default=None)  # an id is short
+    if not (asks or answer) or not (asks or other) or not (answer or other):
+        return {}
+    return {"instruction": str(asks or other), "output": str(answer or other)}
 
 
 def _opening(row: Mapping[str, Any]) -> list[Message]:

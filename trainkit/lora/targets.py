@@ -165,7 +165,7 @@ def is_targeted(name: str, wanted: str | Sequence[str]) -> bool:
 
 
 def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
-    """Refuse a rank that no adapted layer can use: its update has its smaller dimension at most."""
+    """Refuse a rank that no layer of it can use: an update has its smaller dimension at most."""
     wanted = targets.modules
     shapes = [
         (min(module.in_features, module.out_features), name)
@@ -174,14 +174,16 @@ def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions)
         and (wanted == ALL_LINEAR or is_targeted(name, wanted))
         and not is_named(name, options.exclude_modules)
     ]
-    largest, name = max(shapes, default=(options.r, ""))
-    if not targets.parameters and not options.peft and options.r > largest:
-        raise RecipeError(
-            f"r: {options.r} is more than any adapted layer can use: an update of {name} has rank "
-            f"{largest} at most",
-            where="lora.r",
-            fix=f"set lora.r to {largest} or less (16 is usual), or train all weights without lora",
-        )
+    for end, rank in {"": options.r, **options.rank_pattern}.items():
+        fitting = (each for each in shapes if not end or ends_in(each[1], [end]))
+        largest, name = max(fitting, default=(rank, ""))
+        if not targets.parameters and not options.peft and rank > largest:
+            raise RecipeError(
+                f"a rank of {rank} is more than any adapted layer can use: an update of {name} has "
+                f"rank {largest} at most",
+                where=f"lora.rank_pattern.{end}" if end else "lora.r",
+                fix=f"set it to {largest} or less (16 is usual), or train all weights without lora",
+            )
 
 
 def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:

@@ -106,7 +106,7 @@ def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) ->
             raise ModelError(
                 f"{each!r} matches no linear layer",
                 where=where,
-                fix=f"{ask(nearest(each, roles))} the layers are {', '.join(roles)}".strip(),
+                fix=f"{ask(nearest(each, roles)) or ''} the layers are {', '.join(roles)}".strip(),
             )
 
 

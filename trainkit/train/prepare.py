@@ -31,6 +31,7 @@ from trainkit.parallel.matrix import COMPILES
 from trainkit.recipe import Derived, Recipe, default_of, read_chat_template, resolve_accumulation
 from trainkit.recipe.derived import derive_values
 from trainkit.recipe.schema import accumulates_in_backward, late_warmup
+from trainkit.recipe.training import FIELDS
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import context_warning, refuse_unfit_model
@@ -288,6 +289,8 @@ def training_arguments(
     meet_anew(layout.process)
     layout.engine.prepare(layout.process, on_cpu=on_cpu)
     values: dict[str, Any] = copy.deepcopy(dict(training))  # transformers writes into some
+    numbers = {k: v for k, v in values.items() if type(v) is int and FIELDS[k].type == "float"}
+    values |= {name: float(value) for name, value in numbers.items()}  # torch's betas are no ints
     values["output_dir"] = str(output_dir)
     values.pop("auto_find_batch_size", None)  # trainkit's own; transformers' loses the steps so far
     steps = int(values["gradient_accumulation_steps"])

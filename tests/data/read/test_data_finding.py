@@ -88,7 +88,7 @@ def test_what_is_no_plain_file_is_refused(make):
     data = make({"x": ""})
     os.mkfifo(data / "pipe")
     os.mkfifo(data / "pipe.jsonl")
-    for path in (data, data / "pipe", f"{data}/*", "/dev/null"):
+    for path in (data, data / "pipe", f"{data}/*", "/dev/null", "/proc/kmsg"):
         with pytest.raises(DataError, match="a pipe, a socket or a device"):
             resolve_files(str(path))
     (data / "pipe").unlink()

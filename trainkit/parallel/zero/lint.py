@@ -42,6 +42,8 @@ _DECIDED_ELSEWHERE = {
     "torch_autocast": "training.bf16 and training.fp16 decide, which follow model.dtype",
     "wandb": "training.report_to decides",
     "weight_quantization": "lora.quantize decides",
+    "zero_optimization.offload_optimizer.nvme_path": "a run writes into its directory alone",
+    "zero_optimization.offload_param.nvme_path": "a run writes into its directory alone",
 }
 """Sections and keys likewise, which pass as long as they ask for nothing."""
 
