@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_964, "words": 9_752},
-    "tests": {"code": 43_191},
+    "trainkit": {"files": 380, "code": 61_972, "words": 9_752},
+    "tests": {"code": 43_202},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_814},
 }
