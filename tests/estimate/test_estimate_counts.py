@@ -139,6 +139,13 @@ def test_experts_compute_for_the_tokens_they_get() -> None:
         shape = from_config({**_MOE, "num_experts_per_tok": active}, "moe")
         found[active] = Plan(shape, 1, 256).recorded.kinds[-1].matrix[0]
     assert found[4] - found[2] == 2 * 256 * 2 * 3 * 64 * 32
+    shape = from_config({**_MOE, "hidden_size": 128, "moe_intermediate_size": 64}, "moe")
+    dropped, fused = (
+        Plan(shape, 1, 256, adapters=Adapters.of(LoraOptions(dropout=rate, experts=True)))
+        for rate in (0.1, 0.0)  # a loop over experts, and the op
+    )
+    work = [plan.recorded.kinds[-1].matrix[0] for plan in (dropped, fused)]
+    assert work[1] < work[0] < 1.5 * work[1]
 
 
 def test_towers_are_counted_as_weights() -> None:

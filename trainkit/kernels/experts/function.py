@@ -104,8 +104,10 @@ def moe_mlp_reference(
     # unbind's backward stacks; that of an index would fill a whole gradient for every expert
     stacks = (gate_up, gate_up_a, gate_up_b, down, down_a, down_b)
     each = [[None] * len(down) if stack is None else stack.unbind(0) for stack in stacks]
+    # of all at once: an estimate, which knows no numbers, gives each expert its share
+    chosen = index == torch.arange(len(down), device=index.device)[:, None, None]
     for expert, (first, a1, b1, second, a2, b2) in enumerate(zip(*each, strict=True)):
-        token, choice = torch.where(index == expert)
+        token, choice = torch.where(chosen[expert])
         u = product(x[token], first, a1, b1, scaling[0], halves)
         if gate_up_bias is not None:
             u = u + gate_up_bias[expert]
