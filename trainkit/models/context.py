@@ -24,12 +24,14 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     return max(limit, *(_scaled(each, limit) for each in kinds))
 
 
-def table_of(model: Any) -> int | None:
-    """The rows of its table of positions, beyond which nothing runs; None where it has no table."""
-    config = model.config.get_text_config().to_dict()
+def table_of(config: Mapping[str, Any], model: Any | None) -> int | None:
+    """The rows of its table of positions, beyond which nothing runs; None where it has no table.
+
+    Of a text model's configuration; without the model a table is found by its key alone.
+    """
     found = _first(config, _TABLES)
     limit = context_of(config)
-    if found is not None or limit is None:
+    if found is not None or limit is None or model is None:
         return found
     sizes = {getattr(each, "num_embeddings", 0) for each in model.modules()}
     # OPT's and BioGPT's begin with two rows that no position takes.

@@ -36,7 +36,7 @@ def generate_rows(
     """
     width = max(map(len, prompts))
     wanted: int = how.get("max_new_tokens") or how["generation_config"].max_new_tokens
-    table = table_of(model)
+    table = table_of(model.config.get_text_config().to_dict(), model)
     context = table if context is None else context
     if table is not None and width + wanted > table:  # a full row would read on behind it
         if len(prompts) > 1:

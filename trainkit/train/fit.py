@@ -67,8 +67,7 @@ def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
     if context is None or max_length <= context:
         return None
     said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
-    skeleton = skeleton_of(config)
-    if skeleton is not None and table_of(skeleton) is not None:
+    if table_of(config.get_text_config().to_dict(), skeleton_of(config)) is not None:
         raise ModelError(
             f"{said}, and it has no positions behind them",
             where="data.max_length",

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny import TABLES, make_qwen2, make_tokenizer
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
@@ -206,6 +206,9 @@ def test_a_table_of_positions_is_a_limit(kind):
     assert context_warning(config, 16) is None
     with pytest.raises(ModelError, match="context of 16 tokens"):
         context_warning(config, 17)
+    own_code = PreTrainedConfig(n_positions=16, auto_map={"AutoModelForCausalLM": "own.Model"})
+    with pytest.raises(ModelError, match="context of 16 tokens"):
+        context_warning(own_code, 17)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path):
