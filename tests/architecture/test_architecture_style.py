@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_971, "words": 9_755},
-    "tests": {"code": 43_212},
+    "trainkit": {"files": 380, "code": 61_982, "words": 9_755},
+    "tests": {"code": 43_225},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_814},
 }

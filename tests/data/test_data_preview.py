@@ -298,6 +298,21 @@ def test_a_run_stops_where_check_says_error(write, endless, capsys, tmp_path, wh
         assert {"endless": "end-of-turn", "rows": "dropped", "length": "lost"}[what] in told.err
 
 
+def test_check_reads_the_evaluation_data_of_a_recipe(write, model, capsys, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(ROWS[0]) + '\n{"x": 1}\n')
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: {model}}}\ndata: {{train: [{write(ROWS)}], eval: [{held}]}}\n"
+    )
+    code, said = run(capsys, "data", "check", recipe)
+    assert code == 0
+    assert "warning  evaluation data: rows: 1 of 2 rows kept" in said.out
+    assert "held.jsonl:2: unknown_format" in said.out
+    held.unlink()
+    assert run(capsys, "data", "check", recipe)[0] == 2
+
+
 def test_check_reads_the_generation_config_of_a_model(write, look, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"

@@ -55,6 +55,7 @@ class Subject(NamedTuple):
     tokenizer: "PreTrainedTokenizerBase"
     options: "DataOptions"
     vision: "Vision | NoVision | None"
+    evaluation: "tuple[Source, ...]" = ()
 
 
 @app.command()
@@ -118,19 +119,27 @@ def check(choice: DataChoice, as_json: JsonLines = False) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(choice) as subject:
         from trainkit.data.preview import dropped_rows, judge, measure
+        from trainkit.data.summary import verdict
 
         prepared = _prepare(subject, subject.options)
         whole, summary = prepared, prepared.summary
         if summary["totals"]["cut"] or any("too_long" in f["reasons"] for f in summary["files"]):
             whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
         findings = judge(prepared, measure(whole))
-        rows = dropped_rows(prepared)
+        rows = {"rows": dropped_rows(prepared)}
+        if subject.evaluation:
+            held = _prepare(subject._replace(sources=subject.evaluation), subject.options)
+            rows["evaluation data: rows"] = dropped_rows(held)
+            for finding in verdict(held.summary):
+                if finding.status != "ok":  # a run goes on
+                    check = f"evaluation data: {finding.check}"
+                    findings.append(dataclasses.replace(finding, check=check, status="warning"))
     bad = [finding for finding in findings if finding.status == "error"]
     for finding in findings:
-        is_of_rows = finding.check == "rows"
-        dropped = [f"{row['id']}: {row['dropped']}: {row['detail']}" for row in rows if is_of_rows]
+        lost = rows.get(finding.check, ())
+        dropped = [f"{row['id']}: {row['dropped']}: {row['detail']}" for row in lost]
         if as_json:
-            more = {"dropped": dropped} if is_of_rows else {}
+            more = {"dropped": dropped} if finding.check in rows else {}
             tell({**dataclasses.asdict(finding), **more}, as_json)
             continue
         color = {"ok": "green", "warning": "yellow", "error": "red"}[finding.status]
@@ -230,7 +239,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
     overrides = [word for word in overrides if is_override(word)]
     model, trusted = choice.model, choice.trust_remote_code
     changes: dict[str, Any] = {} if choice.mask is None else {"mask": choice.mask}
-    named = None
+    named, evaluation = None, tuple[Source, ...]()
     if model is not None:
         named = ModelOptions(name_or_path=model, trust_remote_code=trusted)
         refuse_code(named, (), None)
@@ -254,6 +263,8 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
             only = only_format(recipe.objective, recipe.distill)
             own = [Source(path=path) for path in data] or recipe.data.train
             sources = sources_of(recipe.objective, only, recipe.data.with_format(own))
+            held = () if data else recipe.data.with_format(recipe.data.eval_sources)
+            evaluation = sources_of(recipe.objective, only, held)
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
         elif data and named:
@@ -280,7 +291,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         changes["stop_token_ids"] = stop_token_ids(source)
         options = options.replace(**changes)
         tokenizer = load_tokenizer(source)
-        yield Subject(sources, tokenizer, options, vision_of(source, tokenizer))
+        yield Subject(sources, tokenizer, options, vision_of(source, tokenizer), evaluation)
 
 
 def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
