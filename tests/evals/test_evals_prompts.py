@@ -109,9 +109,9 @@ class Scripted:
 
     def __init__(self, tokenizer, text):
         import torch
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, PreTrainedConfig
 
-        self.device = torch.device("cpu")
+        self.device, self.config = torch.device("cpu"), PreTrainedConfig()
         self.generation_config = GenerationConfig()
         self.script = tokenizer.encode(text, add_special_tokens=False)
 

@@ -27,7 +27,7 @@ class Parrot:
         self.tokenizer, self.answers, self.stop = tokenizer, list(answers), stop
         self.seen = []
         self.device = torch.device("cpu")
-        self.config = Qwen2Config()
+        self.config, self.modules = Qwen2Config(), tuple  # of which none is a table of positions
         self.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
 
     def generate(self, *, input_ids, attention_mask, generation_config, streamer, **options):
