@@ -288,8 +288,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
             renamed = {ours.strip(): theirs for ours, _, theirs in pairs}
             sources = tuple(each.replace(columns=each.columns | renamed) for each in sources)
         check_exists(source, is_model=model is None)
-        changes["stop_token_ids"] = stop_token_ids(source)
-        options = options.replace(**changes)
+        options = options.replace(**changes, stop_token_ids=stop_token_ids(source))
         tokenizer = load_tokenizer(source)
         yield Subject(sources, tokenizer, options, vision_of(source, tokenizer), evaluation)
 
