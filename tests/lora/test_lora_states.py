@@ -51,6 +51,18 @@ def test_states_that_take_pefts_path(change, reason, fused_first):
         assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
 
 
+def test_adapters_that_are_off_leave_the_base_alone():
+    """In the fused functions, whose adapters move the logits."""
+    model = exact(adapt(make("qwen2"))).eval()
+    ids = make_batch("qwen2")["input_ids"].to(DEVICE)
+    with model.disable_adapter():
+        base = model(input_ids=ids).logits
+    fuse(model)
+    with model.disable_adapter():
+        torch.testing.assert_close(model(input_ids=ids).logits, base, rtol=0, atol=1e-12)
+    assert (model(input_ids=ids).logits - base).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -190,11 +190,11 @@ class _FusedExperts(_Fused):
         layers, experts = _unwrapped(self)
         if any(map(_why_other_arithmetic, layers)):
             return super().forward(x, *args, **kwargs)
-        dropout = max(map(dropout_of, layers)) * self.training
-        ranks = [layer.r[layer.active_adapters[0]] for layer in layers]
-        stacks = [getattr(experts, name) for name in experts.weights]
-        sharded = not all(map(is_whole, stacks))
-        if kwargs or sharded or (not dropout and experts.keeps_own(x, max(ranks))):
+        layers = [each for each in layers if not each.disable_adapters]
+        dropout = max(map(dropout_of, layers), default=0.0) * self.training
+        rank = max((layer.r[layer.active_adapters[0]] for layer in layers), default=0)
+        whole = all(is_whole(getattr(experts, name)) for name in experts.weights)
+        if kwargs or not whole or (not dropout and experts.keeps_own(x, rank)):
             if dropout:
                 raise PatchError("experts in shards, or called by names, have no dropout")
             return super().forward(x, *args, **kwargs)
@@ -224,7 +224,7 @@ def _factors(layer: Any, transposed: bool) -> tuple[torch.Tensor | None, torch.T
 
     Where peft takes the weights for what they are not, its A is that of their transposes.
     """
-    if layer is None or layer.disable_adapters:
+    if layer is None:
         return None, None
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
