@@ -300,7 +300,7 @@ class Family:
         """The rows and the model of a run's folder, or new ones."""
         from trainkit.data import DataOptions, Ledger, Source, prepare
         from trainkit.models.tokenizer import load_tokenizer
-        from trainkit.options import ModelOptions
+        from trainkit.options import ImageOptions, ModelOptions
         from trainkit.train.images import vision_of
 
         folder.mkdir(exist_ok=True)
@@ -308,7 +308,7 @@ class Family:
         self.directory = run / model_type if run else make_model_directory(model_type, folder)
         self.source = ModelOptions(str(self.directory), dtype="float32", train=EVERYTHING)
         self.tokenizer = load_tokenizer(self.source)
-        self.vision = vision_of(self.source, self.tokenizer)
+        self.vision = vision_of(self.source, self.tokenizer, ImageOptions())
         options = DataOptions(cache_dir=str(folder / "cache"))
         rows = [Source(path=str(run / "rows.jsonl" if run else write_rows(folder)))]
         ledger = Ledger(folder / "dropped.jsonl")

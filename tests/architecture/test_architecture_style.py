@@ -35,8 +35,8 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 61_981, "words": 9_755},
-    "tests": {"code": 43_234},
+    "trainkit": {"files": 380, "code": 62_069, "words": 9_762},
+    "tests": {"code": 43_314},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_814},
 }

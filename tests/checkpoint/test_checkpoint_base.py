@@ -256,3 +256,10 @@ def test_how_a_base_reads_images_travels_with_what_is_trained_from_it(tmp_path):
         for name in PROCESSORS:
             assert json.loads((directory / name).read_text()) == {"image_mean": [0.5]}
     remember_origin(final, tmp_path / "on" / "the" / "hub")  # nothing there, and no harm
+    chosen, size = tmp_path / "chosen", {"size": {"longest_edge": 9}}
+    chosen.mkdir()
+    (base / PROCESSORS[1]).write_text(json.dumps({"image_processor": {"image_mean": [0.5]}}))
+    remember_origin(chosen, base, None, size)
+    first, second, third = (json.loads((chosen / name).read_text()) for name in PROCESSORS)
+    assert first == second["image_processor"] == {"image_mean": [0.5], **size}
+    assert third == {"image_mean": [0.5]}, "videos are as they were"

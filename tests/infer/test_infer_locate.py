@@ -8,6 +8,7 @@ import pytest
 from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.errors import ModelError
 from trainkit.infer.locate import find_model, trained_stop_ids, training_options
+from trainkit.options import ImageOptions
 
 
 def test_run_gives_its_final_model(run_directory):
@@ -91,6 +92,10 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     assert training_options(run_directory) == {"system_policy": "Be kind.", "thinking": "preserve"}
     assert trained_stop_ids(run_directory) == (257,)
     assert training_options(None) == {}
+    images = {"folder": "elsewhere", "max_pixels": 4096, "processor": {}}
+    record["train"]["options"]["images"] = images
+    (run_directory / "data.json").write_text(json.dumps(record))
+    assert training_options(run_directory)["images"] == ImageOptions(max_pixels=4096)
     (run_directory / "data.json").write_text("[]")
     with pytest.raises(ModelError, match="damaged"):
         training_options(run_directory)

@@ -7,6 +7,7 @@ middle) is found when the pixels are read.
 import base64
 import binascii
 import io
+import math
 import os
 import stat
 import struct
@@ -271,6 +272,29 @@ def _walk_png(data: bytes, name: str) -> int:
 
 def _is_transparent(image: Pil.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
+
+
+def scaled(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+    """The size that an image is brought to before the model's processor sees it."""
+    most, least, wide = options.max_pixels, options.min_pixels, options.max_width
+    found = width * height
+    limit = most if most and found > most else least if least and found < least else found
+    if limit != found:
+        factor = math.sqrt(limit / found)
+        height, width = int(height * factor), int(width * factor)
+    if wide is not None and width > wide:
+        height, width = max(1, (height * wide + width // 2) // width), wide
+    return height, width
+
+
+def decode_scaled(data: bytes, options: ImageOptions) -> Pil.Image:
+    """The pixels at the size that a recipe wants."""
+    image = decode(data)
+    height, width = scaled(image.height, image.width, options)
+    if (width, height) == image.size:
+        return image
+    way = Pil.Resampling.LANCZOS if options.max_width else Pil.Resampling.BICUBIC
+    return image.resize((width, height), way)
 
 
 def decode(data: bytes) -> Pil.Image:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from trainkit.data.images import (
     Expansion,
     Image,
     ImageError,
-    decode,
+    decode_scaled,
     digest_of,
     find,
     probe,
+    scaled,
 )
 from trainkit.data.messages import Conversation, RowError
 from trainkit.errors import DataError, ModelError
@@ -158,6 +159,7 @@ class Vision:
         digest: of all that decides the tokens and the pixels of an image.
         load_images: loads its image processor.
         load_processor: loads its whole processor, to be held against; None where it cannot be.
+        scaling: how large images are.
     """
 
     config: PreTrainedConfig
@@ -166,6 +168,7 @@ class Vision:
     load_images: Callable[[], Any]
     load_processor: Callable[[], Any]
     num_checked: int = 0
+    scaling: ImageOptions = field(default_factory=ImageOptions)
 
     @functools.cached_property
     def images(self) -> Any:
@@ -253,7 +256,7 @@ class Vision:
         name = path or "an image of the row"
         try:
             seen = probe(data, name, options)
-            expansion = self.expansion(seen.height, seen.width)
+            expansion = self.expansion(*scaled(seen.height, seen.width, self.scaling))
         except ValueError as error:
             raise RowError("image_too_thin", f"{name}: {error}") from error
         except RowError as error:
@@ -336,7 +339,7 @@ class Vision:
             return
         self.num_checked += 1
         try:
-            pixels = [decode(image.read()) for image in images]
+            pixels = [decode_scaled(image.read(), self.scaling) for image in images]
         except DECODE_ERRORS:
             return  # said of the file by its name, when it is trained on
         found = self.processor(text=[rendering], images=[pixels], add_special_tokens=False)
@@ -362,7 +365,7 @@ class Vision:
         for image in images:
             where = image.path or "an image that the rows hold"
             try:
-                decoded.append(decode(image.read()))
+                decoded.append(decode_scaled(image.read(), self.scaling))
             except RowError as error:
                 raise DataError(
                     error.detail, where=where, fix="put it back, or start another run"

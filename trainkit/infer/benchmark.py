@@ -171,12 +171,13 @@ def read_files(tasks: Sequence[str], paths: ModelPaths, limit: int | None) -> Fi
         )
 
     found: dict[str, list[Conversation]] = {}
-    vision = vision_of(paths.source, load_tokenizer(paths.at(paths.tokenizer)))
+    images = ImageOptions()
+    vision = vision_of(paths.source, load_tokenizer(paths.at(paths.tokenizer)), images)
     for task in dict.fromkeys(tasks):
         name = Path(task).name
         if name in found:
             raise RecipeError(f"two files are called {name}", where="--tasks", fix="rename one")
-        rows = conversations_in(Source(path=task), vision, ImageOptions(), refuse)
+        rows = conversations_in(Source(path=task), vision, images, refuse)
         found[name], number = [], 0
         while (limit is None or number < limit) and (row := next(rows, None)) is not None:
             found[name].append(row)

@@ -346,7 +346,7 @@ def load_engine(
     options = DataOptions(**training_options(paths.run))
     if system is not None:
         options = options.replace(system_policy="keep")
-    vision = vision_of(source, tokenizer)
+    vision = vision_of(source, tokenizer, options.images)
     return Engine(model, tokenizer, options, trained_stop_ids(paths.run), vision)
 
 

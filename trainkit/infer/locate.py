@@ -17,7 +17,8 @@ from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.hub import check_hub
 from trainkit.models.files import PICKLED_WEIGHTS
-from trainkit.options import LoraOptions, ModelOptions
+from trainkit.options import ImageOptions, LoraOptions, ModelOptions
+from trainkit.options.data import SCALING
 from trainkit.places import WEIGHTS, local_path, regular, regular_files
 from trainkit.run.status import resume_command
 from trainkit.terminal import visible
@@ -266,7 +267,10 @@ def training_options(run: Path | None) -> Mapping[str, Any]:
     if not isinstance(options, dict):
         return {}
     kept = ("system_policy", "template_kwargs", "chat_template", "escape_special", "thinking")
-    return {key: options[key] for key in kept if key in options}
+    found = {key: options[key] for key in kept if key in options}
+    images = options.get("images")
+    scaling = {key: images.get(key) for key in SCALING} if isinstance(images, dict) else {}
+    return found | ({"images": ImageOptions(**scaling)} if any(scaling.values()) else {})
 
 
 def trained_stop_ids(run: Path | None) -> tuple[int, ...]:

@@ -205,6 +205,10 @@ class _Files(Section):
         return None if isinstance(self.eval, list) else self.eval
 
 
+SCALING = ("max_pixels", "min_pixels", "max_width", "processor")
+"""Keys of ``data.images`` that decide the pixels that a model sees."""
+
+
 class ImageOptions(Section):
     """How the images of rows are found and read."""
 
@@ -227,6 +231,44 @@ class ImageOptions(Section):
         le=178_000_000,
         description="A file with more pixels is not opened: its row is dropped.",
     )
+    max_pixels: int | None = Field(
+        None,
+        ge=1024,
+        description="Images of more pixels are scaled down to it (bicubic) before the model's "
+        "image processor sees them.",
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Images of fewer pixels are scaled up to it, likewise."
+    )
+    max_width: int | None = Field(
+        None, ge=16, description="Wider images are scaled down to it (Lanczos), likewise."
+    )
+    processor: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Settings of the model's image processor over those of its file: {size: "
+        "{shortest_edge: 3136, longest_edge: 1003520}}.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way_of_scaling(self) -> "ImageOptions":
+        if self.max_width is not None and (self.max_pixels or self.min_pixels):
+            raise broken_rule(
+                "data.images.max_width",
+                "images are scaled by their width or by their pixels, not both",
+                "keep max_width, or max_pixels and min_pixels",
+            )
+        if self.max_pixels and self.min_pixels and self.min_pixels > self.max_pixels:
+            raise broken_rule(
+                "data.images.min_pixels",
+                f"{self.min_pixels} is above data.images.max_pixels: {self.max_pixels}",
+                "lower it",
+            )
+        return self
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """What of `SCALING` is not the default."""
+        return {key: value for key in SCALING if (value := getattr(self, key))}
 
 
 class SampleOptions(Section):

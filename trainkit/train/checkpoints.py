@@ -325,13 +325,18 @@ class CheckpointWriter:
             remove_directory(path)
 
 
-def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None = None) -> None:
+def remember_origin(
+    directory: Path,
+    base: Path,
+    files: Mapping[str, str] | None = None,
+    of_images: Mapping[str, Any] = {},
+) -> None:
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
     An adapter gets the fingerprint of its base; it and a model get how the base reads images.
     """
     write_fingerprint(directory, files)
-    copy_processors(stored_at(base), directory)
+    copy_processors(stored_at(base), directory, of_images)
 
 
 def size_of(directory: Path) -> int:

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +18,7 @@ from trainkit.data.options import DataOptions
 from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import ModelError
 from trainkit.models.tokenizer import from_pretrained_arguments, load_config, stop_token_ids
-from trainkit.options import ModelOptions
+from trainkit.options import ImageOptions, ModelOptions
 from trainkit.options.vision import VISION, why_unserved
 from trainkit.recipe import Recipe
 
@@ -45,7 +47,9 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     )
 
 
-def vision_of(source: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Vision | NoVision | None:
+def vision_of(
+    source: ModelOptions, tokenizer: PreTrainedTokenizerBase, images: ImageOptions
+) -> Vision | NoVision | None:
     """How a model takes images; why they are not read for it; None of a model of text."""
     try:
         config = load_config(source)
@@ -67,13 +71,15 @@ def vision_of(source: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Visio
             "copy the processor's files there",
         )
     backend = find_spec("torchvision") is not None
-    digest = hashlib.sha256(f"{model_type} {backend} {_sizes(config)} ".encode() + files)
+    more = json.dumps(images.scaling, sort_keys=True) if images.scaling else ""
+    said = f"{model_type} {backend} {_sizes(config)} {more}"
     return Vision(
         config,
         tokenizer,
-        digest.hexdigest()[:16],
-        partial(_load_images, source),
-        partial(_load_processor, source),
+        hashlib.sha256(said.encode() + files).hexdigest()[:16],
+        partial(_load_images, source, images.processor),
+        partial(_load_processor, source, images.processor),
+        scaling=images,
     )
 
 
@@ -103,27 +109,39 @@ def _processor_files(source: ModelOptions) -> bytes:
     return found
 
 
-def _load_images(source: ModelOptions) -> Any:
+def _load_images(source: ModelOptions, settings: Mapping[str, Any]) -> Any:
     from transformers import AutoImageProcessor
 
     path, options = from_pretrained_arguments(source)
     try:
-        return AutoImageProcessor.from_pretrained(path, **options)
+        made = AutoImageProcessor.from_pretrained(path, **options, **settings)
+        known = made.to_dict()
+        unknown = ", ".join(key for key in settings if key not in known)
+        if not unknown:
+            return made
     except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"the model's image processor cannot be loaded: {error}"[:400],
             where=source.name_or_path,
             fix="put the model's own preprocessor_config.json back, or install what it names",
         ) from error
+    raise ModelError(
+        f"{type(made).__name__} has no {unknown}",
+        where="data.images.processor",
+        fix=f"its settings are {', '.join(sorted(known))}"[:400],
+    )
 
 
-def _load_processor(source: ModelOptions) -> Any:
+def _load_processor(source: ModelOptions, settings: Mapping[str, Any]) -> Any:
     """The whole processor; None where a package is missing that it wants for videos."""
     from transformers import AutoProcessor
 
     path, options = from_pretrained_arguments(source)
     try:
-        return AutoProcessor.from_pretrained(path, **options)
+        found = AutoProcessor.from_pretrained(path, **options)
+        if settings:
+            found.image_processor = _load_images(source, settings)
+        return found
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = [name for name in ("torchvision", "num2words") if not find_spec(name)]
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -125,7 +125,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     run.data_options = data_options(recipe, cache_dir=cache_dir)
     objective = objective_of(recipe.objective, recipe.distill)
     if objective.takes_images:
-        run.vision = vision_of(recipe.model, run.tokenizer)
+        run.vision = vision_of(recipe.model, run.tokenizer, data.images)
     return prepare_run_data(
         data.with_format(data.train),
         data.with_format(data.eval_sources),

@@ -169,7 +169,8 @@ def _write_weights(loop: LoopState, save: Save) -> None:
         if has_scalar_head(loop.model):
             name_scalar_head(save.directory, loop.model.config)
         base = Path(loop.model.config.name_or_path)
-        remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
+        of_images = loop.run.recipe.data.images.processor
+        remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE), of_images)
 
     # peft's own forward pass over experts changes the model's modules while it runs: nobody may
     # walk over them then, as its `save_pretrained` does.

@@ -136,13 +136,19 @@ def stored_at(base: Path) -> Path:
     return Path(found).parent if isinstance(found, str) else base
 
 
-def copy_processors(source: Path, target: Path) -> list[str]:
-    """Copy the settings of a model's processors, where it has any and the target has none."""
+def copy_processors(source: Path, target: Path, of_images: Mapping[str, Any] = {}) -> list[str]:
+    """Copy the settings of a model's processors, where it has any and the target has none.
+
+    ``of_images`` are settings of the image processor, over those of the file.
+    """
     copied = []
     for name in PROCESSORS:
         if (source / name).is_file() and not (target / name).exists():
             settings = read_object(source, name)
             settings.pop("auto_map", None)
+            held = settings if name == PROCESSORS[0] else settings.get("image_processor")
+            if isinstance(held, dict):
+                held.update(of_images)
             write_json(target / name, settings)
             copied.append(name)
     return copied

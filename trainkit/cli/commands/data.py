@@ -289,8 +289,8 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
             sources = tuple(each.replace(columns=each.columns | renamed) for each in sources)
         check_exists(source, is_model=model is None)
         options = options.replace(**changes, stop_token_ids=stop_token_ids(source))
-        tokenizer = load_tokenizer(source)
-        yield Subject(sources, tokenizer, options, vision_of(source, tokenizer), evaluation)
+        vision = vision_of(source, tokenizer := load_tokenizer(source), options.images)
+        yield Subject(sources, tokenizer, options, vision, evaluation)
 
 
 def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
