@@ -66,7 +66,7 @@ def test_trainkit_and_the_trainer_are_given_the_same(work):
     assert recipe["lora"]["r"] == int(given["--lora_r"])
 
 
-@pytest.mark.sample("lora", "images")
+@pytest.mark.sample("images")
 @pytest.mark.parametrize("mode", ["lora", "dpo_helpsteer", "images"])
 def test_trainkit_is_measured_from_its_command(mode, work, monkeypatch):
     small = {"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}

@@ -3,15 +3,13 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
+import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from chats import chat
+from ranks import RankFailure, run_ranks
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
@@ -20,6 +18,24 @@ from trainkit.errors import DataError
 from trainkit.quickstart import CHAT_TEMPLATE
 
 ROWS = [chat(f"question {n}", f"answer {n}") for n in range(40)]
+
+
+CASE = "data.test_data_prepare"
+
+
+def prepared_once(path, cache, progress=None):
+    """Runs in a process of its own: whether the store was there already, and its samples."""
+    given = {"ledger": Ledger(), "progress": progress}
+    data = prepare([Source(path)], make_tokenizer(), DataOptions(cache_dir=cache), **given)
+    return data.summary["sources"][0]["cached"], len(data)
+
+
+def killed(path, cache):
+    def progress(step):
+        if step.rows > 500:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepared_once(path, cache, progress)
 
 
 def ids_of(data):
@@ -193,6 +209,7 @@ class TestCache:
 
     def test_the_memory_of_digests_is_not_trusted_for_young_files(self, tmp_path, monkeypatch):
         monkeypatch.setattr("trainkit.digests._BLOCK_BYTES", 2)
+        monkeypatch.setattr("trainkit.digests._SETTLED_SECONDS", 1.0)
         file = tmp_path / "x"
         file.write_text("abc")
         one = hashlib.sha256(b"abc").hexdigest()
@@ -200,7 +217,7 @@ class TestCache:
         assert not (tmp_path / "memo").exists()
         old = time.time() - 10
         os.utime(file, (old, old))
-        time.sleep(2.1)  # the change time cannot be set back
+        time.sleep(1.1)  # the change time cannot be set back
         assert remembered_digest(file, hashlib.sha256, tmp_path / "memo") == one
         assert len(list((tmp_path / "memo").iterdir())) == 1
         file.write_text("b")
@@ -209,22 +226,8 @@ class TestCache:
 
     def test_a_killed_process_leaves_nothing_that_counts(self, write, tmp_path):
         path = write(ROWS * 50)
-        code = f"""
-            import os, signal, sys
-            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-            from tiny import make_tokenizer
-            from trainkit.data import DataOptions, Ledger, Source, prepare
-
-            def progress(step):
-                if step.rows > 500:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            options = DataOptions(cache_dir={str(tmp_path / "c")!r})
-            prepare([Source({str(path)!r})], make_tokenizer(), options, ledger=Ledger(),
-                    progress=progress)
-        """
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
-        assert done.returncode == -9
+        with pytest.raises(RankFailure):
+            run_ranks(f"{CASE}:killed", world_size=1, path=str(path), cache=str(tmp_path / "c"))
         assert list((tmp_path / "c").glob("tmp-*"))
         data, cached, _ = self.prepared(path, tmp_path / "c")
         assert not cached
@@ -243,19 +246,8 @@ class TestCache:
 
     def test_several_processes_do_the_work_once(self, write, tmp_path):
         path = write(ROWS * 50)
-        code = f"""
-            import sys
-            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-            from tiny import make_tokenizer
-            from trainkit.data import DataOptions, Ledger, Source, prepare
-            options = DataOptions(cache_dir={str(tmp_path / "c")!r})
-            data = prepare([Source({str(path)!r})], make_tokenizer(), options, ledger=Ledger())
-            print(data.summary["sources"][0]["cached"], len(data))
-        """
-        command = [sys.executable, "-c", textwrap.dedent(code)]
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        said = sorted(rank.communicate()[0].strip() for rank in ranks)
-        assert said == ["False 2000", "True 2000"]
+        said = run_ranks(f"{CASE}:prepared_once", path=str(path), cache=str(tmp_path / "c"))
+        assert sorted(said) == [[False, 2000], [True, 2000]]
 
 
 def test_sources_are_named_and_formats_told(write, ready):

@@ -31,7 +31,7 @@ def distance_from_exact_sum(root, stage, accumulate, **options):
     from distributed.zero_cases import zero_file
     from tiny import make_qwen2
 
-    world_size = int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_rows = accumulate * world_size
     lab = Lab(make_tokenizer(), Path(root), num_samples=num_rows)
     trainer = lab.trainer(
@@ -51,13 +51,17 @@ def distance_from_exact_sum(root, stage, accumulate, **options):
     samples = lab.data(seed=1)
     batches = [samples.collator([sample]) for sample in lab.samples]
     total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    for batch in batches:
+    for batch in batches[rank::world_size]:
         inputs = {key: batch[key] for key in ("input_ids", "labels", "attention_mask")}
         plain(**inputs, num_items_in_batch=total).loss.backward()
         for name, parameter in plain.named_parameters():
             exact[name] += parameter.grad.double()
             rows[name] += float(parameter.grad.double().norm()) ** 2
             parameter.grad = None
+    for name, sum_ in exact.items():
+        torch.distributed.all_reduce(sum_)
+        torch.distributed.all_reduce(norms := sum_.new_tensor(rows[name]))
+        rows[name] = float(norms)
     trainer.train()
     if stage:
         masters = {n: safe_get_full_fp32_param(p) for n, p in trainer.model.named_parameters()}

@@ -133,13 +133,13 @@ _MOE = {
 
 
 def test_experts_compute_for_the_tokens_they_get() -> None:
-    """Two of sixteen: the products of experts are an eighth of what all of them would be."""
-    found = {}
-    for active in (2, 4):
-        shape = from_config({**_MOE, "num_experts_per_tok": active}, "moe")
+    """One of four: the products of experts are a quarter of what all of them would be."""
+    found, few = {}, {**_MOE, "num_experts": 4}
+    for active in (1, 2):
+        shape = from_config({**few, "num_experts_per_tok": active}, "moe")
         found[active] = Plan(shape, 1, 256).recorded.kinds[-1].matrix[0]
-    assert found[4] - found[2] == 2 * 256 * 2 * 3 * 64 * 32
-    shape = from_config({**_MOE, "hidden_size": 128, "moe_intermediate_size": 64}, "moe")
+    assert found[2] - found[1] == 256 * 2 * 3 * 64 * 32
+    shape = from_config({**few, "hidden_size": 128, "moe_intermediate_size": 64}, "moe")
     dropped, fused = (
         Plan(shape, 1, 256, adapters=Adapters.of(LoraOptions(dropout=rate, experts=True)))
         for rate in (0.1, 0.0)  # a loop over experts, and the op
@@ -151,7 +151,9 @@ def test_experts_compute_for_the_tokens_they_get() -> None:
 def test_towers_are_counted_as_weights() -> None:
     for kind in ("qwen2_vl", "gemma3"):
         config = AutoConfig.for_model(kind)
-        config.text_config.num_hidden_layers = 1
+        sizes = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 64}
+        config.text_config.update({**sizes, "num_attention_heads": 8, "num_key_value_heads": 2})
+        config.vision_config.update({"depth": 2, "num_hidden_layers": 2})
         if getattr(config.text_config, "layer_types", None):
             config.text_config.layer_types = config.text_config.layer_types[:1]
         with torch.device("meta"):

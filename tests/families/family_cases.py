@@ -4,22 +4,23 @@ import os
 from dataclasses import replace
 
 import torch
-from families.family_models import FAMILIES, exact, excess_errors, make, make_batch, run
+from families.family_models import exact, excess_errors, make, make_batch, run
 from lab import zero_engine
 
 import trainkit
+from trainkit.options.model import OPS
 
 STEPS = 2
 LEARNING_RATE = 0.1
 
 
-def zero(stage):
+def zero(names, stage):
     """Per family the largest difference of a parameter to one plain process after two steps."""
     import deepspeed
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deepspeed.init_distributed("gloo")
-    return {name: _zero_difference(name, stage, rank, world_size) for name in FAMILIES}
+    return {name: _zero_difference(name, stage, rank, world_size) for name in names}
 
 
 def _zero_difference(name, stage, rank, world_size):
@@ -50,14 +51,14 @@ def _zero_difference(name, stage, rank, world_size):
     return largest
 
 
-def fsdp2():
+def fsdp2(names):
     """The same for FSDP2."""
     from trainkit.parallel.fsdp import Fsdp2
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo")
     found = {}
-    for name in FAMILIES:
+    for name in names:
         batch = make_batch(name, rows=2 * world_size)
         batch["attention_mask"].fill_(1)
         batch["labels"][:, 4:] = batch["input_ids"][:, 4:]
@@ -113,7 +114,8 @@ def new_op():
         contract_suite.test_second_backward_equals_the_first(spec, spec.cases[0], "cpu")
         model = make("llama")
         batch = make_batch("llama")
-        checks = self_check(model, trainkit.patch(model), batch)
+        report = trainkit.patch(model, dict.fromkeys(OPS, False))  # which leaves the new one on
+        checks = self_check(model, report, batch)
         return {"bad": bad, "status": {row["op"]: row["status"] for row in checks}["silu_mul"]}
 
 
@@ -124,7 +126,6 @@ def add_silu_mul(monkeypatch):
     from trainkit import kernels
     from trainkit.models import patch, self_check
     from trainkit.models.proof import gates, plan
-    from trainkit.options.model import OPS
 
     class SiluMulMLP(gates.SplitMLP):
         """A forward that says which ops it uses."""

@@ -114,6 +114,9 @@ def _compiled_when_called(
     return call
 
 
+_freeze_once = functools.cache(gc.freeze)
+
+
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Within, nobody searches for garbage; what is there at the end is not searched later either.
@@ -128,5 +131,4 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-            if not gc.get_freeze_count():  # once: a process that goes on may have made garbage
-                gc.freeze()
+            _freeze_once()  # no more: a process that goes on may have made garbage
