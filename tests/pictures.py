@@ -49,6 +49,8 @@ def make_tokenizer(kind, tokenizer=None):
         names = ("start_image_token", "context_image_token", "end_image_token")
     if kind in ("fixed", "pooled", "crops"):
         named = dict(zip(names, SPECIAL[kind], strict=True))
+        if kind == "pooled":  # 5.17's processor has no pictures without
+            named |= dict.fromkeys(("audio_token", "boa_token", "eoa_token"), named["boi_token"])
         tokenizer._set_model_specific_special_tokens(named)
     tokenizer.chat_template = TEMPLATE.replace("MARKER", MARKERS[kind])
     return tokenizer

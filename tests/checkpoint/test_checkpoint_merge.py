@@ -196,7 +196,7 @@ def test_no_op_is_refused(base, tmp_path):
 
 def test_update_below_the_resolution_is_refused(tmp_path, tiny_tokenizer):
     base = make_base(tmp_path / "base", tiny_tokenizer, dtype=torch.bfloat16)
-    adapter = make_adapter(base, tmp_path / "a", size=1e-9)
+    adapter = make_adapter(base, tmp_path / "a", size=1e-13)
     with pytest.raises(CheckpointError, match="below the resolution"):
         merge(adapter, base, tmp_path / "m")
 

@@ -22,6 +22,7 @@ SUPPORTED = {
     version: Path(__file__).with_name(f"training_fields_{version}.txt").read_text().split()
     for version in ("5.17", "5.23")
 }
+IS_NEWEST = set(SUPPORTED["5.23"]) <= {each.name for each in dataclasses.fields(TrainingArguments)}
 FIXED = [name for name, row in FIELDS.items() if row.fixed]
 ACTS = {name: row for name, row in FIELDS.items() if not row.fixed}
 BOUNDED = [name for name, row in ACTS.items() if {row.at_least, row.above} != {None}]
@@ -41,6 +42,7 @@ def test_the_table_has_every_field_of_both_versions():
     assert newer == set(SUPPORTED["5.23"]) - set(SUPPORTED["5.17"])
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="the table is of the newest")
 def test_a_row_is_the_field_of_the_installed_version():
     """One that a new transformers adds or changes fails here until somebody has read of it."""
     real = {field.name: field for field in dataclasses.fields(TrainingArguments) if field.init}
@@ -54,6 +56,7 @@ def test_a_row_is_the_field_of_the_installed_version():
         assert row.accepts(row.default) or row.fixed, name
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="the table is of the newest")
 @pytest.mark.parametrize("name", ACTS)
 def test_a_type_is_that_of_the_installed_version(name):
     """Values of every kind are taken exactly where transformers' annotation has that kind."""

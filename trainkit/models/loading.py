@@ -24,7 +24,7 @@ from transformers import (
     Mxfp4Config,
     PreTrainedConfig,
 )
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
@@ -70,10 +70,26 @@ class _Codes(HfQuantizer):
                 where="model.name_or_path",
                 fix="name the model's own files",
             )
-        self.serialized_names = {"weight": names}
+        self.parts = names
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"dequantize": _FromCodes}
+    def update_weight_conversions(self, conversions: Any, model: Any = None) -> list[Any]:
+        """Codes are read where a weight is, also below what joins experts' weights."""
+
+        def reading(each: Any) -> Any:
+            sources = getattr(each, "_original_source_patterns", [])
+            if not isinstance(each, WeightConverter) or not all(
+                source.endswith(".weight") for source in sources
+            ):
+                return each
+            parts = [
+                source.removesuffix("weight") + part for source in sources for part in self.parts
+            ]
+            make = getattr(each, "copy", WeightConverter)  # a method from transformers 5.23 on
+            operations = [_FromCodes(self), *each.operations]
+            return make(parts, each._original_target_patterns, operations=operations)
+
+        own = WeightConverter(self.parts, "weight", [_FromCodes(self)])
+        return [*map(reading, conversions), own]
 
     def is_serializable(self) -> bool:
         return True
@@ -92,7 +108,7 @@ class _FromCodes(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], **more: Any) -> dict[str, Any]:
         dtype, made = more["model"].get_parameter(more["full_layer_name"]).dtype, {}
-        first, *rest = self.hf_quantizer.serialized_names["weight"]
+        first, *rest = self.hf_quantizer.parts
         read = self._of_books if first == "codes" else self._of_words
         for name in (each for each in input_dict if each.endswith(first)):
             names = [name, *(name.removesuffix(first) + part for part in rest)]

@@ -215,12 +215,9 @@ class Sight:
         else:
             found = self._read_only(args, given)
         if self._is_blank:
-            features = found.pooler_output
-            is_one = isinstance(features, torch.Tensor)
-            found.pooler_output = features[:0] if is_one else tuple(each[:0] for each in features)
-            if getattr(found, "deepstack_features", None) is not None:
-                layers = found.deepstack_features
-                found.deepstack_features = [tuple(each[:0] for each in layer) for layer in layers]
+            for name in ("pooler_output", "deepstack_features"):  # a tensor, or some, in some
+                if getattr(found, name, None) is not None:
+                    setattr(found, name, tree_map(lambda each: each[:0], getattr(found, name)))
         return found
 
     @torch.no_grad()

@@ -392,7 +392,11 @@ def expanded_by_transformers(vision, text, images):
     for name, token in vision.tokenizer.special_tokens_map.items():
         setattr(Half, name, token) if name != "image_token" else None
     makers = {"patches": Qwen2VLProcessor, "pooled": Gemma4Processor, "crops": InternVLProcessor}
-    more = InternVLProcessor.images_kwargs if kind == "crops" else {}
+    more = {}
+    if kind == "crops":
+        more = getattr(InternVLProcessor, "images_kwargs", None)
+        if more is None:  # before 5.23
+            more = InternVLProcessor.valid_processor_kwargs._defaults["images_kwargs"]
     inputs = vision.images(images=images, return_tensors="np", **more) if images else {}
     for number in range(len(images)):
         whole = makers[kind].replace_image_token(Half, inputs, number)

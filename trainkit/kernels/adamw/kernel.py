@@ -24,10 +24,15 @@ def _square_sums(x_ptr, out_ptr, numel, BLOCK: tl.constexpr, PROGRAMS: tl.conste
     WIDE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     sums = tl.zeros((BLOCK,), dtype=WIDE)
-    for block in range(program, tl.cdiv(numel, BLOCK), PROGRAMS):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(WIDE)
-        sums += x * x
+    for first in range(program, tl.cdiv(numel, BLOCK), PROGRAMS * 8):
+        # Squares of bfloat16 numbers lie so often halfway between two sums that adding them to one
+        # long sum, one by one, is biased: 1.2e-6 of half a billion. Eight at a time are not.
+        part = tl.zeros((BLOCK,), dtype=WIDE)
+        for which in tl.static_range(8):
+            at = (first + which * PROGRAMS) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(WIDE)
+            part += x * x
+        sums += part
     tl.store(out_ptr + program, tl.sum(sums, axis=0))
 
 

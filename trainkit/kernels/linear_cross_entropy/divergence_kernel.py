@@ -106,6 +106,8 @@ def divergence_rows(
     label = tl.load(labels_ptr + row)
     trained = label != ignore_index
     label = tl.where(trained, label, 0)
+    # Before a reduction, at which all threads wait: the gradient is written over this number.
+    target = _cap(tl.load(student + label).to(WIDE), SOFTCAP)
     cols = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], dtype=WIDE)
     lowest = tl.full([BLOCK], -float("inf"), dtype=WIDE)
@@ -127,7 +129,6 @@ def divergence_rows(
         _, s_lse = _normaliser(heated_sums, heated_tops, HEAT)
     parts = lse, trained
 
-    target = _cap(tl.load(student + label).to(WIDE), SOFTCAP)
     apart, own, sure, right = zeros, zeros, zeros, tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, V, BLOCK):
         at = start + cols
