@@ -9,6 +9,7 @@ from ranks import run_ranks
 from trainkit.checkpoint.whole.atomic import newest_valid
 
 
+@pytest.mark.sample("0-*options1", "[23]-*")
 @pytest.mark.parametrize(
     ("stage", "world_size", "options"),
     [

@@ -17,6 +17,7 @@ from trainkit.options.model import OPS
 calls = generated.calls
 
 
+@pytest.mark.sample("olmo2")
 @pytest.mark.parametrize("name", MORE)
 def test_a_family_needs_no_line_and_its_tests_are_the_generated_ones(name, calls, monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):

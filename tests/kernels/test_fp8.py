@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from op_cases.fp8 import FP8_QUANTIZE
+from op_cases.table import OPS
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.fp8.function import (
@@ -22,7 +22,9 @@ RMS_STEP = 2.0**-3 / math.sqrt(12)  # of an error spread evenly over a step, at 
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in FP8_QUANTIZE.cases if not case.large], ids=lambda case: case.label
+    "case",
+    [case for case in OPS["fp8_quantize"].cases if not case.large],
+    ids=lambda case: case.label,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_codes_and_scales_are_the_references_bits(case, dtype, device):

@@ -65,6 +65,7 @@ def small_rows(monkeypatch):
     monkeypatch.setattr(function, "ROWS_MULTIPLE", 8)
 
 
+@pytest.mark.sample("plain-*", "all-*", "*-16")
 @pytest.mark.parametrize("chunk_tokens", [None, 16, 5])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_the_loss_from_full_logits(name, chunk_tokens):
@@ -217,12 +218,13 @@ def test_each_row_has_its_loss(rows, variant):
     )
     assert counted.row_losses.shape == (2, rows // 2)
     alone = {**options, "num_items": 1}
-    for row, loss in enumerate(counted.row_losses.flatten()):
-        part = slice(row, row + 1)
+    for row in range(0, rows, 7):
+        part, loss = slice(row, row + 1), counted.row_losses.flatten()[row]
         wanted = linear_cross_entropy_reference(states[part], weight, labels[part], **alone)
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sample("1.0-0.2-F*", "0.0001-1.0-F*", "1.0-1.0-T*", "0.0001-0.2-T*")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("trained", [0.2, 1.0])
 @pytest.mark.parametrize("scale", [1.0, 1e-4])

@@ -8,32 +8,10 @@ from op_cases.op import Case, TriedOp
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw
-from trainkit.kernels.fp8.function import (
-    SMALLEST_CAPABILITY,
-    fp8_gate,
-    fp8_gate_backward,
-    fp8_matmul,
-    fp8_quantize,
-    fp8_quantize_both,
-    fp8_quantize_columns,
-    fp8_quantize_joint,
-    fp8_transpose,
-)
-from trainkit.kernels.fp8.reference import (
-    FP8,
-    fp8_gate_backward_reference,
-    fp8_gate_reference,
-    fp8_matmul_reference,
-    fp8_quantize_both_reference,
-    fp8_quantize_columns_reference,
-    fp8_quantize_joint_reference,
-    fp8_quantize_reference,
-    fp8_transpose_reference,
-    gated,
-    gated_backward,
-)
+from trainkit.kernels.fp8 import function, reference
+from trainkit.kernels.fp8.reference import FP8, fp8_gate_reference, gated, gated_backward
 
-_TARGET = SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]
+_TARGET = function.SMALLEST_CAPABILITY[0] * 10 + function.SMALLEST_CAPABILITY[1]
 _FAST_ACCUMULATION = 2.0**-7
 """Hopper keeps 13 bits behind the point of a running sum. Each instruction takes 32 columns and
 drops at most 2^-13 of the sum so far; in the sum of squares over the 128 instructions of 4096
@@ -195,12 +173,23 @@ def _back_through_gate(function: Callable[..., tuple[Tensor, ...]]) -> Callable[
     return call
 
 
-FP8_QUANTIZE = TriedOp(
-    name="fp8_quantize",
-    function=fp8_quantize,
-    reference=fp8_quantize_reference,
-    outputs=("codes", "scales"),
-    cases=(
+def _op(
+    name: str,
+    outputs: tuple[str, ...],
+    *cases: Case,
+    call: Callable[..., Any] = lambda function: function,
+    **more: Any,
+) -> TriedOp:
+    """A function of this name and its reference, as ``call`` makes them take named tensors."""
+    ours, plain = getattr(function, name), getattr(reference, f"{name}_reference")
+    given = {"outputs": outputs, "cases": cases, "smallest_target": _TARGET, **more}
+    return TriedOp(name=name, function=call(ours), reference=call(plain), **given)
+
+
+FP8_OPS = (
+    _op(
+        "fp8_quantize",
+        ("codes", "scales"),
         quantize_case("odd", (5, 123)),
         quantize_case("hidden", (9, 896)),
         quantize_case("factor", (7, 96), factor=True),
@@ -216,129 +205,80 @@ FP8_QUANTIZE = TriedOp(
         quantize_case("view", (6, 48), layout="view", factor=True),
         quantize_case("feed-forward", (8192, 18944), factor=True, large=True),
         quantize_case("past 2^31", (131100, 16400), large=True),
+        tiny=quantize_case("tiny", (3, 5)),
     ),
-    tiny=quantize_case("tiny", (3, 5)),
-    smallest_target=_TARGET,
-)
-
-FP8_QUANTIZE_JOINT = TriedOp(
-    name="fp8_quantize_joint",
-    function=_listed(fp8_quantize_joint),
-    reference=_listed(fp8_quantize_joint_reference),
-    outputs=("codes", "scales"),
-    cases=(
+    _op(
+        "fp8_quantize_joint",
+        ("codes", "scales"),
         _joint_case("q, k and v", 5, 64, 16, 16),
         _joint_case("gate and up", 3, 208, 208),
         _joint_case("7B q, k and v", 8192, 3584, 512, 512, large=True),
         _joint_case("7B gate and up", 8192, 18944, 18944, large=True),
+        tiny=_joint_case("tiny", 2, 3, 4),
+        call=_listed,
     ),
-    tiny=_joint_case("tiny", 2, 3, 4),
-    smallest_target=_TARGET,
-)
-
-FP8_QUANTIZE_BOTH = TriedOp(
-    name="fp8_quantize_both",
-    function=_listed(fp8_quantize_both),
-    reference=_listed(fp8_quantize_both_reference),
-    outputs=("codes", "scales", "turned", "turned_scales"),
-    cases=(
+    _op(
+        "fp8_quantize_both",
+        ("codes", "scales", "turned", "turned_scales"),
         _both_case("one", 37, 272),
         _both_case("q, k and v", 64, 64, 16, 16),
         _both_case("gate and up", 130, 208, 208),
         _both_case("no rows", 0, 32),
         _both_case("7B q, k and v", 8192, 3584, 512, 512, large=True),
         _both_case("7B gate and up", 8192, 18944, 18944, large=True),
+        tiny=_both_case("tiny", 2, 3, 4),
+        call=_listed,
     ),
-    tiny=_both_case("tiny", 2, 3, 4),
-    smallest_target=_TARGET,
-)
-
-FP8_QUANTIZE_COLUMNS = TriedOp(
-    name="fp8_quantize_columns",
-    function=fp8_quantize_columns,
-    reference=fp8_quantize_columns_reference,
-    outputs=("turned", "scales"),
-    cases=(
+    _op(
+        "fp8_quantize_columns",
+        ("turned", "scales"),
         _columns_case("odd", 37, 272),
         _columns_case("codes", 64, 96, codes=True),
         _columns_case("no rows", 0, 32),
         _columns_case("7B hidden", 8192, 3584, codes=True, large=True),
+        tiny=_columns_case("tiny", 3, 5),
     ),
-    tiny=_columns_case("tiny", 3, 5),
-    smallest_target=_TARGET,
-)
-
-FP8_GATE = TriedOp(
-    name="fp8_gate",
-    function=_rows_of_gate(fp8_gate),
-    reference=_rows_of_gate(fp8_gate_reference),
-    outputs=("h",),
-    cases=(
+    _op(
+        "fp8_gate",
+        ("h",),
         _gate_case("odd", 5, 123),
         _gate_case("qwen2-0.5b", 3, 4864),
         _gate_case("tanh", 5, 96, tanh_gelu=True),
         _gate_case("no rows", 0, 32),
         _gate_case("7b", 1025, 18944, large=True),
+        tiny=_gate_case("tiny", 3, 5),
+        call=_rows_of_gate,
     ),
-    tiny=_gate_case("tiny", 3, 5),
-    smallest_target=_TARGET,
-)
-
-FP8_GATE_BACKWARD = TriedOp(
-    name="fp8_gate_backward",
-    function=_back_through_gate(fp8_gate_backward),
-    reference=_back_through_gate(fp8_gate_backward_reference),
-    outputs=("gradients", "h"),
-    cases=(
+    _op(
+        "fp8_gate_backward",
+        ("gradients", "h"),
         _gate_backward_case("odd", 5, 123),
         _gate_backward_case("qwen2-0.5b", 3, 4864),
         _gate_backward_case("tanh", 5, 96, tanh_gelu=True),
         _gate_backward_case("no rows", 0, 32),
         _gate_backward_case("7b", 1025, 18944, large=True),
+        tiny=_gate_backward_case("tiny", 3, 5),
+        call=_back_through_gate,
     ),
-    tiny=_gate_backward_case("tiny", 3, 5),
-    smallest_target=_TARGET,
-)
-
-FP8_TRANSPOSE = TriedOp(
-    name="fp8_transpose",
-    function=_listed(fp8_transpose),
-    reference=_listed(fp8_transpose_reference),
-    outputs=("out",),
-    cases=(
+    _op(
+        "fp8_transpose",
+        ("out",),
         _transpose_case("one", 96, 48),
         _transpose_case("q, k and v", 320, 272, 16, 16),
         _transpose_case("odd", 35, 71, 5),
         _transpose_case("7B gate and up", 3584, 18944, 18944, large=True),
+        tiny=_transpose_case("tiny", 3, 5),
+        call=_listed,
     ),
-    tiny=_transpose_case("tiny", 3, 5),
-    smallest_target=_TARGET,
-)
-
-FP8_MATMUL = TriedOp(
-    name="fp8_matmul",
-    function=fp8_matmul,
-    reference=fp8_matmul_reference,
-    outputs=("out",),
-    cases=(
+    _op(
+        "fp8_matmul",
+        ("out",),
         _matmul_case("small", 5, 32, 48),
         _matmul_case("bias", 33, 64, 96, bias=True),
         _matmul_case("no rows", 0, 32, 48),
         _matmul_case("7B output", 2048, 3584, 3584),
         _matmul_case("narrow with bias", 2048, 512, 4096, bias=True),
+        tiny=_matmul_case("tiny", 2, 16, 16),
+        hardware_error=_FAST_ACCUMULATION,
     ),
-    tiny=_matmul_case("tiny", 2, 16, 16),
-    smallest_target=_TARGET,
-    hardware_error=_FAST_ACCUMULATION,
-)
-
-FP8_OPS = (
-    FP8_QUANTIZE,
-    FP8_QUANTIZE_JOINT,
-    FP8_QUANTIZE_BOTH,
-    FP8_QUANTIZE_COLUMNS,
-    FP8_GATE,
-    FP8_GATE_BACKWARD,
-    FP8_TRANSPOSE,
-    FP8_MATMUL,
 )
