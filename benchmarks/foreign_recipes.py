@@ -215,6 +215,11 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
     if tuning.stage == "dpo":
         found |= {"objective": "dpo", "preference.beta": tuning.pref_beta}
         found["preference.loss"] = tuning.pref_loss
+    info = json.loads((CLONES[0] / "LLaMA-Factory/data/dataset_info.json").read_text("utf-8"))
+    named = [info.get(each.strip(), {}) for each in str(given.get("dataset", "")).split(",")]
+    if any("images" in each.get("columns", {}) for each in named):
+        limits = {"image_max_pixels": 768 * 768, "image_min_pixels": 32 * 32}
+        found["pixels"] = [given.get(key, limit) for key, limit in limits.items()]
     if tuning.finetuning_type == "oft":
         found["lora.peft"] = {"peft_type": "oft", "oft_block_size": tuning.oft_block_size}
     if tuning.finetuning_type == "lora":
@@ -303,6 +308,8 @@ def swift(file: Path) -> dict[str, Any]:
     launcher = CLONES[0] / "ms-swift" / str(args.get("config_file"))
     by_accelerate = launcher.is_file() and "FSDP" in launcher.read_text(encoding="utf-8")
     found["is_sharded"] |= by_accelerate
+    if "LaTeX_OCR" in text and (limit := re.search(r"^MAX_PIXELS=(\d+)", text, re.M)):
+        found["pixels"] = {"shortest_edge": 4 * 28**2, "longest_edge": int(limit[1])}
     if counts and not args.get("streaming"):
         found["counts"] = [int(count) for count in counts]
     if args["use_galore"]:
@@ -389,6 +396,8 @@ def unsloth(text: str) -> dict[str, Any]:
     if base:
         found["model.name_or_path"] = base[0]
     found["data.mask"] = "assistant" if "train_on_responses_only(" in before else "none"
+    if "UnslothVisionDataCollator(" in before:
+        found["adapts_tower"] = re.search(r"finetune_vision_layers\s*=\s*True", before) is not None
     sets = re.findall(r'^[^#\n]*load_dataset\(\s*"([^"]+)"', before, re.M)
     if len(sets) == 1 and sets[0] not in ("json", "csv"):
         found["path"] = sets[0]
@@ -404,10 +413,18 @@ def ours(recipe: Any, key: str) -> Any:
     if key == "is_sharded":
         return recipe.parallel.shard != "none"
     if key == "counts":  # drawn, or more than there are
-        sets = tool_table("swift")["data_sets"].values()
-        many = {Path(each.get("path") or each["file"]).name: each.get("rows", 0) for each in sets}
+        many: dict[Any, int] = {}
+        for each in tool_table("swift")["data_sets"].values():
+            name = Path(each.get("path") or each["file"]).name
+            many |= {(name, None): each.get("rows", 0)}
+            many |= {(name, part): its.get("rows") for part, its in each.get("parts", {}).items()}
         drawn = [s for s in recipe.data.train if s.max_samples or s.epochs != 1]
-        return [s.max_samples or round(s.epochs * many[Path(s.path).name]) for s in drawn]
+        return [s.max_samples or round(s.epochs * many[Path(s.path).name, s.subset]) for s in drawn]
+    if key == "pixels":
+        held = recipe.data.images
+        return [held.max_pixels, held.min_pixels] if held.max_pixels else held.processor.get("size")
+    if key == "adapts_tower":
+        return "visual" in str(recipe.lora.target_modules)
     if key == "path":
         return recipe.data.train[0].path
     section, _, name = key.partition(".")

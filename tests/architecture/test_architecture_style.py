@@ -35,10 +35,10 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 62_082, "words": 9_766},
-    "tests": {"code": 43_293},
+    "trainkit": {"files": 380, "code": 62_116, "words": 9_768},
+    "tests": {"code": 43_322},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_814},
+    "benchmarks": {"code": 3_060},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -1,6 +1,7 @@
 """Other tools' recipes become the same training, or a refusal that names what it is."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -318,8 +319,31 @@ class TestScripts:
         assert (data.train_behind, data.mask) == ("<|channel|>final<|message|>", "assistant")
         sees = chats.replace("rows = load", "AutoModelForImageTextToText()\nrows = load")
         assert self.translated(tmp_path, sees)  # a model that sees, over rows without images
-        with pytest.raises(RecipeError, match="images"):
-            self.translated(tmp_path, sees + "\nimage")
+
+    def test_images_that_a_function_puts_into_turns(self, tmp_path):
+        script = SCRIPTS["sees"]
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, script).text)
+        (source,) = recipe.data.train
+        row = {"image": {"bytes": b"x", "path": None}, "text": 'a "b"', "other": 1}
+        found = parse_row(row, source.format, source.columns, images=True).messages
+        assert [turn.content for turn in found] == ["Write it.\ufdd0", 'a "b"']
+        assert found[0].images == (b"x",)
+        images = recipe.data.images
+        assert (images.multiple_of, images.max_width, recipe.data.mask) == (32, 512, "none")
+        assert recipe.lora.quantize == "nf4", "its tower keeps 16 bits there, too"
+        adapted = "model.visual.blocks.1.attn.qkv model.language_model.layers.0.mlp.up_proj"
+        left = "model.visual.merger.linear_fc1 model.visual.patch_embed.proj lm_head"
+        for name in (adapted + " " + left).split():
+            assert bool(re.fullmatch(recipe.lora.target_modules, name)) == (name in adapted)
+        alone = script.replace("finetune_vision_layers=True", "finetune_vision_layers=False")
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, alone).text)
+        assert (recipe.lora.target_modules, recipe.lora.vision) == ("all-linear", False)
+        whole = script.replace("(model, tokenizer)", '(model, tokenizer, resize="max")')
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, whole).text)
+        assert (recipe.data.images.multiple_of, recipe.data.images.max_width) == (32, None)
+        for old, new, says in SCRIPTS["unseen"]:
+            with pytest.raises(RecipeError, match=says):
+                self.translated(tmp_path, script.replace(old, new))
 
     def test_a_trainer_of_preferences(self, tmp_path):
         rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")

@@ -12,10 +12,10 @@ import os
 import stat
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -274,27 +274,36 @@ def _is_transparent(image: Pil.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
 
 
-def scaled(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
-    """The size that an image is brought to before the model's processor sees it."""
+def _steps(height: int, width: int, options: ImageOptions) -> Iterator[tuple[int, int, Any]]:
+    """The sizes that an image is brought to, one after the other, and by which filter."""
     most, least, wide = options.max_pixels, options.min_pixels, options.max_width
+    if options.multiple_of is not None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        pixels = {"min_pixels": 4 * 28**2, "max_pixels": 16384 * 28**2}
+        height, width = smart_resize(height, width, options.multiple_of, **pixels)
+        yield height, width, Pil.Resampling.BICUBIC
     found = width * height
     limit = most if most and found > most else least if least and found < least else found
     if limit != found:
         factor = math.sqrt(limit / found)
-        height, width = int(height * factor), int(width * factor)
+        yield int(height * factor), int(width * factor), Pil.Resampling.BICUBIC
     if wide is not None and width > wide:
-        height, width = max(1, (height * wide + width // 2) // width), wide
+        yield max(1, (height * wide + width // 2) // width), wide, Pil.Resampling.LANCZOS
+
+
+def scaled(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+    """The size that an image is brought to before the model's processor sees it."""
+    *_, (height, width, _) = [(height, width, None), *_steps(height, width, options)]
     return height, width
 
 
 def decode_scaled(data: bytes, options: ImageOptions) -> Pil.Image:
     """The pixels at the size that a recipe wants."""
     image = decode(data)
-    height, width = scaled(image.height, image.width, options)
-    if (width, height) == image.size:
-        return image
-    way = Pil.Resampling.LANCZOS if options.max_width else Pil.Resampling.BICUBIC
-    return image.resize((width, height), way)
+    for height, width, way in _steps(image.height, image.width, options):
+        image = image.resize((width, height), way)
+    return image
 
 
 def decode(data: bytes) -> Pil.Image:

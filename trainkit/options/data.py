@@ -205,7 +205,7 @@ class _Files(Section):
         return None if isinstance(self.eval, list) else self.eval
 
 
-SCALING = ("max_pixels", "min_pixels", "max_width", "processor")
+SCALING = ("multiple_of", "max_pixels", "min_pixels", "max_width", "processor")
 """Keys of ``data.images`` that decide the pixels that a model sees."""
 
 
@@ -242,6 +242,11 @@ class ImageOptions(Section):
     )
     max_width: int | None = Field(
         None, ge=16, description="Wider images are scaled down to it (Lanczos), likewise."
+    )
+    multiple_of: int | None = Field(
+        None,
+        ge=2,
+        description="Sides are brought to a multiple of it before all that, as qwen_vl_utils does.",
     )
     processor: dict[str, Any] = Field(
         default_factory=dict,

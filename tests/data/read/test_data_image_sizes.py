@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pictures import make_image, make_model_directory
 from PIL import Image as Pil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.images import decode
@@ -34,6 +35,13 @@ def by_width(image, most=24):
     return image.resize(size, Pil.Resampling.LANCZOS)
 
 
+def by_multiple(image):
+    """As qwen_vl_utils does, and then Unsloth's collator."""
+    limits = {"min_pixels": 4 * 28**2, "max_pixels": 16384 * 28**2}
+    tall, wide = smart_resize(image.height, image.width, 8, **limits)
+    return by_width(image.resize((wide, tall)))
+
+
 SETTINGS = {"processor": {"size": {"shortest_edge": 64, "longest_edge": 512}}}
 SIZES = [(20, 30), (70, 40), (40, 70), (9, 9), (61, 59)]
 
@@ -43,6 +51,7 @@ SIZES = [(20, 30), (70, 40), (40, 70), (9, 9), (61, 59)]
     [
         ({"max_pixels": 1024, "min_pixels": 200}, by_pixels),
         ({"max_width": 24}, by_width),
+        ({"multiple_of": 8, "max_width": 24}, by_multiple),
         (SETTINGS, lambda image: image),
     ],
     ids=str,

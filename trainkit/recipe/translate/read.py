@@ -98,7 +98,9 @@ def _commands(path: Path, text: str) -> Iterator[Theirs]:
                 variables[name] = value
         program, launcher, rest = _program(tokens)
         if program or (rest and any(token.startswith("--") for token in rest)):
-            yield _with_file(path, program, launcher, rest)
+            found = _with_file(path, program, launcher, rest)
+            found.launcher["env"] = {**variables}
+            yield found
 
 
 def _lines(text: str) -> list[str]:

@@ -15,6 +15,7 @@ import yaml
 
 from trainkit.options.optimizers import OPTIMIZERS, SERVED, served_as
 from trainkit.options.training import PREFERENCE_LOSSES
+from trainkit.options.vision import VISION
 from trainkit.recipe.translate.draft import OFF, Draft, all_fit, shown, table, words
 from trainkit.recipe.translate.read import beside
 
@@ -60,6 +61,7 @@ class Rules:
             "served": lambda name: served_as(str(name), SERVED) or name,
             "shards": lambda name: getattr(OPTIMIZERS.get(str(name)), "shards", None),
             "preference_losses": PREFERENCE_LOSSES,
+            "vision_types": [*VISION],
             "templates": table("templates"),
             "families": table("rules")["families"],
         }

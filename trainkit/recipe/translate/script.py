@@ -106,10 +106,10 @@ def read_script(path: Path, text: str) -> Theirs:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        _refuse_kind(path, re.findall(r"([\w.]+)\(", text), text)
+        _refuse_kind(path, re.findall(r"([\w.]+)\(", text))
         raise RecipeError(f"not Python: {error}", where=str(path)) from error
     calls = [_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    trainer = _refuse_kind(path, calls, text)
+    trainer = _refuse_kind(path, calls)
     script = Script(tree, path)
     theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
     with contextlib.suppress(Trained, RecursionError):
@@ -127,10 +127,9 @@ def _imports(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in named}
 
 
-def _refuse_kind(path: Path, calls: list[str], source: str) -> str:
+def _refuse_kind(path: Path, calls: list[str]) -> str:
     """Refuse another kind of training; the name of a trainer of ours that is not `SFTTrainer`."""
     kinds = table("kinds")
-    is_text = not re.search("(?i)image(?!texttotext)|video|vision", source)
     trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
     used = " ".join(dict.fromkeys(f"{name}(" for name in calls))
     found = [
@@ -138,9 +137,7 @@ def _refuse_kind(path: Path, calls: list[str], source: str) -> str:
         for part, texts in (("trainers", trainers), ("calls", [used]))
         for kind, row in kinds.items()
         for text in texts
-        if part in row
-        and (match := re.search(row[part], text))
-        and not (kind == "vision" and is_text)
+        if part in row and (match := re.search(row[part], text))
     ]
     if not trainers and not any(name.endswith("get_peft_model") for name in calls):
         found.append(("inference", "no trainer is made"))
@@ -263,8 +260,9 @@ class Script:
             if _name(node.value) == "torch":
                 return f"torch.{node.attr}"
             owner = self.value(node.value)
-            if isinstance(owner, Thing) and owner.kind == "tokenizer" and node.attr == "eos_token":
-                return Text((None,))
+            if isinstance(owner, Thing) and owner.kind == "tokenizer":
+                known = {"eos_token": Text((None,)), "tokenizer": owner}
+                return known.get(node.attr, Unknown(ast.unparse(node)))
         if isinstance(node, ast.Subscript):
             owner, key = self.value(node.value), self.value(node.slice)
             if isinstance(owner, Thing) and owner.kind == "rows" and isinstance(key, str):
@@ -299,6 +297,9 @@ class Script:
         if isinstance(node, ast.ListComp) and len(node.generators) == 1:
             many = self.value(node.generators[0].iter)
             if isinstance(many, Thing) and many.kind == "rows":
+                if isinstance(node.elt, ast.Call) and _name(node.elt.func) in self.functions:
+                    more = self._rows_made(node.elt.func)
+                    return many.but(columns={**many.values["columns"], **more})
                 inner = self._row_of(many, node.generators[0].target)
                 return many.with_column("text", inner.value(node.elt))
             self._bind(node.generators[0].target, many)
@@ -353,7 +354,10 @@ class Script:
         if name in ("standardize_sharegpt", "standardize_data_formats"):
             return args[0] if args else Unknown(ast.unparse(node))
         if name == "get_chat_template" and args:
-            return Thing("tokenizer", {"template": words.get("chat_template", "chatml")})
+            named = words.get("chat_template", args[1] if len(args) > 1 else "chatml")
+            return Thing("tokenizer", {"template": named})
+        if name == "UnslothVisionDataCollator":
+            return Thing("collator", {"resize": "min", **words})
         if name == "train_on_responses_only":
             return self._responses_only(args[0] if args else words.get("trainer"), words)
         if name.endswith("Trainer"):
@@ -527,6 +531,10 @@ class Script:
         tokenizer = trainer.pop("tokenizer", trainer.pop("processing_class", None))
         quantised = values.pop("quantization_config", trainer.pop("quantization_config", None))
         values |= quantised.values if isinstance(quantised, Thing) else {}
+        if isinstance(collator := trainer.get("data_collator"), Thing):
+            for key in collator.values.keys() - {"resize"}:
+                theirs.lost.append((key, f"the collator's {key} is not known here"))
+            trainer |= {"data_collator": None, "sees": True, "resize": collator.values["resize"]}
         values |= trainer
         if theirs.tool == "unsloth" and isinstance(model, Thing):
             base = model.values.get("max_seq_length", 2048)
@@ -618,6 +626,18 @@ def _format(text: Text, args: list[Any], words: dict[str, Any]) -> Any:
     return Text(
         tuple(p.replace("\0", "{").replace("\1", "}") if isinstance(p, str) else p for p in parts)
     )
+
+
+def _apart(value: Any, images: set[str]) -> Any:
+    """Turns whose parts say where images are; the columns that hold them."""
+    if isinstance(value, list):
+        return [_apart(each, images) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "image" and isinstance(column := value.get("image"), Column):
+        images.add(column.name)
+        return {"type": "image"}
+    return {key: _apart(each, images) for key, each in value.items()}
 
 
 def _json(value: Any) -> str | None:
@@ -717,9 +737,12 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         shape = turns
     if isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], list):
         shape = shape[0]
+    images: set[str] = set()
+    shape = _apart(shape, images) if isinstance(shape, list) else shape
     turns = _json(shape) if isinstance(shape, list | Made) else None
-    if turns is not None:
-        return {"format": "messages", "columns": {"messages": turns}, "shape": "chat"}
+    if turns is not None and len(images) < 2:
+        columns = {"messages": turns, **dict(zip(["images"], images, strict=False))}
+        return {"format": "messages", "columns": columns, "shape": "chat"}
     if isinstance(shape, Text | Column):
         parts = _text(shape).parts
         text = "".join(
