@@ -115,13 +115,13 @@ def _warm():
     import peft.utils.transformers_weight_conversion  # noqa: F401
     import torch.utils.serialization.config
     import transformers.models.auto.processing_auto
-    import typer._adapters
-    import typer._click.decorators  # noqa: F401
     from tiny import make_tokenizer
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    with contextlib.suppress(ImportError):  # of torch 2.13
+    with contextlib.suppress(ImportError):  # of torch 2.13, and of the newest typer
         import torch.profiler._cupti_monitor
+        import typer._adapters
+        import typer._click.decorators  # noqa: F401
     from trainkit.lora.adapter import attach
     from trainkit.lora.read_weights import read_weights
     from trainkit.options.model import LoraOptions

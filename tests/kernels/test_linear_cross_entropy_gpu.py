@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trainkit.kernels.linear_cross_entropy.divergence import linear_divergence
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
 )
@@ -69,3 +70,13 @@ def test_extra_memory_is_bounded_by_the_chunk():
     # What remains is the fp32 gradients of the weight and the hidden states, and their bf16 ones.
     gradients = (vocab * hidden + rows * hidden) * 6 / 2**30
     assert extra(256) <= gradients + 0.15
+
+
+def test_what_is_logged_of_a_divergence_repeats_bit_for_bit():
+    """The label's logit is read before its gradient is written over it, by any of the threads."""
+    states, weight, labels = make_case(2048, 64, 1999, torch.float32)
+    states.requires_grad_()
+    first, *others = (
+        linear_divergence(states, weight, labels, states.detach(), weight)[1] for _ in range(50)
+    )
+    assert all(torch.equal(first, other) for other in others)
