@@ -1,5 +1,12 @@
 """Makers of tiny models and tokenizers for tests; nothing is fetched."""
 
+from importlib.metadata import version
+
+from packaging.version import Version
+
+SINCE_5_18 = Version(version("transformers")) >= Version("5.18")
+"""Later ones make a mask for Doge's layers under any attention; 5.17 hands our pattern to them."""
+
 DELTA_NET = {
     "hidden_size": 32,
     "intermediate_size": 48,

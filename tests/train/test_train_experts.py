@@ -13,6 +13,7 @@ from train.router_cases import make_moe
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.lora import LoraOptions, attach
 from trainkit.objectives.routing import RouterLosses, Routing, Together, real_tokens
+from trainkit.options import DataSection
 from trainkit.parallel.rows import next_tokens
 from trainkit.patching import patch
 from trainkit.train.checkpoints import Save
@@ -213,7 +214,10 @@ def test_nobody_walks_over_a_model_whose_forward_pass_changes_its_modules(
     loop = SimpleNamespace(
         model=model, engine=engine, tokenizer=SimpleNamespace(save_pretrained=lambda _: None),
         checkpoints=SimpleNamespace(fingerprint={}),
-        run=SimpleNamespace(built=SimpleNamespace(runs={"lora_experts": status} if status else {})),
+        run=SimpleNamespace(
+            built=SimpleNamespace(runs={"lora_experts": status} if status else {}),
+            recipe=SimpleNamespace(data=DataSection(train=["rows.jsonl"])),
+        ),
     )  # fmt: skip
     save = Save(tmp_path / "m")
     (tmp_path / "m").mkdir()

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
+from tiny import SINCE_5_18
 from tiny_classes import classes, make_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig, MambaConfig
@@ -23,9 +22,6 @@ from trainkit.models.leak_test import leak_test, packed_inputs
 
 OURS, SDPA, EAGER = "trainkit", "sdpa", "eager"
 
-# Later ones make a mask for Doge's layers under any attention; 5.17 hands our pattern to them.
-MAKES_DOGES_MASK = Version(transformers.__version__) >= Version("5.18")
-
 SERVED = {
     "plain": ("gpt_neox", OURS),
     "grouped heads": ("llama", OURS),
@@ -38,7 +34,7 @@ SERVED = {
     "soft caps": ("gemma2", OURS),
     "another size of values": ("deepseek_v3", OURS),
     "several parts": ("gemma3", OURS),
-    "mask made in the layer": ("doge", OURS if MAKES_DOGES_MASK else SDPA),
+    "mask made in the layer": ("doge", OURS if SINCE_5_18 else SDPA),
     "experts": ("qwen3_moe", OURS),
     "indices": ("deepseek_v32", SDPA),
     "indices and sinks": ("hy_v4", EAGER),

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import transformers
-from packaging.version import Version
 from ranks import run_ranks
+from tiny import SINCE_5_18
 from tiny_classes import classes, make_tiny
 
 from trainkit.cli.app import main
@@ -88,9 +87,7 @@ def test_a_named_attention_that_is_the_models_own_trains(
 
 # Up to 5.17 Gemma 2 let SDPA drop its soft caps, which the proof sees in the numbers.
 NO_SOFT_CAP = (
-    "it cannot run: Gemma2ForCausalLM does not support"
-    if Version(transformers.__version__) >= Version("5.18")
-    else "from eager attention"
+    "it cannot run: Gemma2ForCausalLM does not support" if SINCE_5_18 else "from eager attention"
 )
 
 
