@@ -36,7 +36,7 @@ def test_files_and_functions_stay_short():
 
 BUDGET = {
     "trainkit": {"files": 380, "code": 62_116, "words": 9_768},
-    "tests": {"code": 43_322},
+    "tests": {"code": 43_333},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 3_060},
 }
