@@ -24,6 +24,7 @@ def test_two_ranks_train_what_one_does(stage, one_process, tmp_path):
     assert first["grad_norms"][:3] == pytest.approx(one_process["grad_norms"][:3], rel=0.05)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_resumed_run_is_the_unbroken_one(stage, tmp_path):
     options = {"root": str(tmp_path), "stage": stage, "batch": 2, "save_total_limit": 9}

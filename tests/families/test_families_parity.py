@@ -63,7 +63,7 @@ def calls(monkeypatch):
 
 
 @every_family
-@pytest.mark.sample("bf16-*", "fp32-gemma", "fp32-qwen3")
+@pytest.mark.sample("bf16-*[!2m]", "fp32-gemma", "fp32-qwen3")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_loss_and_every_gradient(name, dtype, calls):
     model = make(name, dtype=dtype)

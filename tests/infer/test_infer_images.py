@@ -19,6 +19,7 @@ FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "idefics3", "mis
 FAMILIES += ["gemma3", "gemma4", "internvl"]
 
 
+@pytest.mark.sample("qwen3_vl", "qwen3_5", "idefics3", "gemma[34]")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_answers_are_those_of_plain_transformers(model_type, tmp_path):
     """Greedy, several at once of different lengths, some without an image."""
@@ -50,6 +51,7 @@ def test_answers_are_those_of_plain_transformers(model_type, tmp_path):
         assert paths == [image.path for image in sample.get("images", ())]
 
 
+@pytest.mark.sample("gemma3")
 @pytest.mark.parametrize("model_type", ["idefics3", "gemma3"])
 def test_a_run_answers_held_out_rows_with_images(model_type, tmp_path):
     """While it trains and behind it, as `generate` does; a row whose image is gone is skipped."""

@@ -8,7 +8,7 @@ from ranks import run_ranks
 TOLERANCE = 5e-6
 
 
-@pytest.mark.sample("qwen2-[02]", "qwen2-3", "phi3-3")
+@pytest.mark.sample("qwen2-0", "phi3-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["qwen2", "glm", "phi3", "gemma"])
 def test_two_ranks_equal_one_process(name, stage):
@@ -27,6 +27,7 @@ def test_with_checkpointing(stage, checkpointing):
         assert difference < TOLERANCE
 
 
+@pytest.mark.sample("nf4-True", "fp8-*")
 @pytest.mark.parametrize(("quantize", "head"), [("nf4", False), ("nf4", True), ("fp8", False)])
 def test_packed_weights_under_zero(quantize, head, tmp_path):
     make("qwen2").save_pretrained(tmp_path)

@@ -74,7 +74,7 @@ def apart(first, second, skip=()):
 NEWER = ["qwen3_5", "gemma4", "internvl"]
 
 
-@pytest.mark.sample("qwen2_5_vl", "idefics3", "qwen3_5", "gemma4")
+@pytest.mark.sample("qwen2_5_vl", "qwen3_5", "gemma4")
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3", *NEWER])
 def test_a_run_trains_what_a_plain_loop_trains(model_type, tmp_path):
     """Unpacked rows in order: the processor's pixels, plain transformers, torch's AdamW.
@@ -166,7 +166,7 @@ ONE_WAY |= {"qwen3_5": "zero3", "gemma4": "fsdp2", "internvl": "none"}
 """All but the first are spread one way each: a start takes seconds."""
 
 
-@pytest.mark.sample("full", "frozen", "lora", "gemma4")
+@pytest.mark.sample("full", "frozen", "lora")
 @pytest.mark.parametrize(("model_type", "given"), IN_PARTS, ids=["full", "frozen", "lora", *NEWER])
 def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
     """Also where a rank has no image: rows alternate, so that one of them never has any.
@@ -208,6 +208,7 @@ def test_two_ranks_train_what_one_does(model_type, given, tmp_path):
         assert apart(weights(tmp_path / "one"), weights(tmp_path / name)) < 2e-4
 
 
+@pytest.mark.sample("full")
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
 def test_a_killed_run_goes_on_to_the_same_bytes(lora, tmp_path):
     write_recipe(

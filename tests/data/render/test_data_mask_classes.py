@@ -93,14 +93,12 @@ def test_a_mask_depends_on_its_conversation_alone(name):
     tokenizer = make_tokenizer() if name == "mistral" else tokenizer_of(name)
     if name == "mistral":
         tokenizer.chat_template = MISTRAL
-    orders = [list(range(len(ROWS))), list(range(len(ROWS)))[::-1]]
-    orders.append(random.Random(0).sample(orders[0], len(ROWS)))
-    found = []
+    orders, found = [places := range(len(ROWS)), random.Random(0).sample(places, len(ROWS))], []
     for order in orders:
         builder = SampleBuilder(tokenizer, DataOptions(max_length=100_000))
         together = masks(builder, [ROWS[place] for place in order])
         found.append([together[order.index(place)] for place in range(len(ROWS))])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_workers_and_caches_do_not_change_masks(write, ready):

@@ -51,6 +51,7 @@ def plain(project):
     return losses(project, *FULL, *KERNELS, *PACKED)
 
 
+@pytest.mark.sample("selectively*", "recomputed with*", *LIKE)
 @pytest.mark.parametrize("variant", [*SAME, *LIKE])
 def test_fp8_with_everything_else(variant, project, plain):
     changed = {**SAME, **LIKE}[variant]
