@@ -223,6 +223,7 @@ def test_what_a_teacher_has_written_is_as_good_as_the_teacher(places):
             assert one is other is None or one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize("shard", ["zero3", "fsdp2"])
 def test_a_teacher_is_whole_next_to_weights_that_are_sharded(shard, places):
     asks = ["distill={teacher: teacher, sft_weight: 0.1}", "data.train=[asked.jsonl]"]

@@ -100,12 +100,12 @@ def test_a_budget_is_measured_chosen_recorded_and_taken_up(folder, plain, capsys
 )
 def test_on_ranks_that_share_weights_nothing_changes_either(folder, words, ways):
     """Packed rows, whole weights and adapters; the budget is agreed on and binds."""
-    words = [*words, "data.packing=true", "training.max_steps=4", "training.save_strategy=no"]
+    words = [*words, "data.packing=true", "training.max_steps=2", "training.save_strategy=no"]
     ways = {"none": "none", **ways}
     found, _ = run_ranks(
         "train.recompute_cases:outcomes", world_size=2, cwd=str(folder), words=words, ways=ways
     )
-    assert len(found["none"]["curve"]) == 4
+    assert len(found["none"]["curve"]) == 2
     assert [found[name]["curve"] for name in ways] == [found["none"]["curve"]] * len(ways)
     assert [found[name]["weights"] for name in ways] == [found["none"]["weights"]] * len(ways)
     assert 0 < found["budget"]["recomputed"] < LAYERS
