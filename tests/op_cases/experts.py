@@ -86,6 +86,7 @@ def moe_case(
     return Case(label, inputs, tuple(grads), options, large)
 
 
+_SMALL = (40, 2, 4, 32, 24)
 _GPT_OSS: dict[str, Any] = {"interleaved": True, "transposed": True, "biased": True}
 
 MOE_MLP = tried(
@@ -102,11 +103,7 @@ MOE_MLP = tried(
         moe_case("clamped", 40, 2, 4, 32, 16, limits=Limits(7.5), whole=True, trained=True),
         moe_case(
             "clamped, biased and interleaved",
-            40,
-            2,
-            4,
-            32,
-            24,
+            *_SMALL,
             limits=Limits(7.5, 1.702, 1.0),
             whole=True,
             trained=True,
@@ -115,11 +112,7 @@ MOE_MLP = tried(
         ),
         moe_case(
             "biased with adapters",
-            40,
-            2,
-            4,
-            32,
-            24,
+            *_SMALL,
             limits=Limits(None, 1.702, 1.0),
             lora_rank=8,
             **_GPT_OSS,
