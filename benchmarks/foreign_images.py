@@ -2,17 +2,20 @@
 
     python -m benchmarks.foreign_images CLONES
 
-CLONES holds axolotl, LLaMA-Factory, ms-swift and the package of unsloth_zoo. Tokenizers, image
-processors and configurations are the tests' small ones, of transformers' classes. A line for each
-template: how many of ten rows have other tokens, others trained, or other pixels.
+CLONES holds axolotl, LLaMA-Factory, ms-swift and the packages unsloth_zoo and qwen_vl_utils.
+Tokenizers, image processors and configurations are the tests' small ones, of transformers' classes.
+A line for each template: how many of ten rows have other tokens, others trained, or other pixels.
 """
 
+import ast
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -238,6 +241,47 @@ def of_unsloth(given: list[Row], vision: Vision, package: Path) -> Iterator[Any]
         yield of_batch(collator([{"messages": turns}]))
 
 
+def qwen_vl_utils(package: Path) -> Any:
+    """What it does with images, without torchvision, which its module wants for videos."""
+    import base64
+    import copy
+    import io
+    import math
+    import typing
+
+    module = ModuleType("qwen_vl_utils")
+    module.__spec__ = ModuleSpec("qwen_vl_utils", None)
+    module.__dict__.update(vars(typing), math=math, base64=base64, copy=copy, Image=Image)
+    module.__dict__.update(BytesIO=io.BytesIO, fetch_video=None)
+    for node in ast.parse((package / "vision_process.py").read_text(encoding="utf-8")).body:
+        constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if constant or re.search("factor|smart_resize|to_rgb|fetch_im", getattr(node, "name", "")):
+            exec(compile(ast.Module([node], []), "qwen_vl_utils", "exec"), module.__dict__)
+    sys.modules["qwen_vl_utils"] = module
+    return module
+
+
+def of_swift(given: list[Row], kind: str, vision: Vision) -> Iterator[Any]:
+    """By its template."""
+    from swift.template import TEMPLATE_MAPPING
+
+    processor: Any = Seeing(vision)
+    known = {"task_type": "causal_lm", "max_model_len": 4096, "torch_dtype": None}
+    processor.model_info = SimpleNamespace(config=vision.config, **known)
+    processor.model_meta = SimpleNamespace(is_multimodal=True, model_arch=None)
+    meta = deepcopy(TEMPLATE_MAPPING[kind])
+    template = meta.template_cls(None, meta, None, 4096)
+    template.image_token_id = vision.token_id
+    template.init_processor(processor)
+    template.set_mode("train")
+    for row in given:
+        turns = [{**turn, "content": flat(turn["content"])} for turn in row]
+        images = [part["path"] for part in parts_of(row)]
+        found = template.encode({"messages": turns, "images": images})
+        mask = [label != -100 for label in found["labels"]]
+        yield list(found["input_ids"]), mask, found.get("pixel_values")
+
+
 def with_images(content: Any) -> Any:
     """Parts with images instead of their paths; a text as a part."""
     if isinstance(content, str):
@@ -272,6 +316,17 @@ def cases(clones: Path, folder: Path) -> Iterator[tuple[str, list[Any], list[Any
         ends = [{"messages": row} for row in one]
         mine = ours(vision, ends, folder, end_texts="line_break")
         yield f"TRL {model_type}", list(of_trl(one, vision)), mine
+    utils = qwen_vl_utils(clones / "qwen_vl_utils")
+    utils.IMAGE_MAX_TOKEN_NUM = 6
+    for model_type, known, factor in (
+        ("qwen2_5_vl", "qwen2_vl", 28),
+        ("qwen3_vl", "chatml_vl", 32),
+    ):
+        vision = seeing(model_type, texts[known], ImageOptions())
+        size = {"shortest_edge": 4 * factor**2, "longest_edge": 6 * factor**2}
+        vision.images.size, vision.images.patch_size = size, factor // 2
+        mine = ours(vision, plain, folder, end_texts="line_break")
+        yield f"ms-swift {model_type}", list(of_swift(given, model_type, vision)), mine
     zoo = clones / "unsloth_zoo"
     for model_type, known in (("qwen3_vl", "chatml_vl"), ("qwen3_5", "chatml_vl")):
         vision = seeing(model_type, texts[known], ImageOptions(max_width=48, multiple_of=8))
@@ -284,8 +339,8 @@ def main() -> None:
     clones, here = Path(sys.argv[1]).resolve(), tempfile.TemporaryDirectory()
     os.chdir(here.name)
     os.environ["DISABLE_VERSION_CHECK"] = "1"
-    sys.path[:0] = [str(clones / each) for each in ("axolotl/src", "LLaMA-Factory/src")]
-    sys.meta_path.append(Placeholders("addict", "json_repair"))
+    sys.path[:0] = [str(clones / each) for each in ("axolotl/src", "LLaMA-Factory/src", "ms-swift")]
+    sys.meta_path.append(Placeholders("modelscope", "addict", "json_repair"))
     for name in ("omegaconf", "torchaudio", "av"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
     for name, theirs, mine in cases(clones, Path(here.name)):

@@ -38,7 +38,7 @@ BUDGET = {
     "trainkit": {"files": 380, "code": 62_116, "words": 9_768},
     "tests": {"code": 43_333},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 3_060},
+    "benchmarks": {"code": 3_107},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 
