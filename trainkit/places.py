@@ -19,6 +19,9 @@ _FILE_NAME = re.compile(
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """What weights are saved as: in one file, or in several with an index."""
 
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Where a tokenizer keeps templates besides its default one, such as that for rows with tools."""
+
 _OPENED = re.compile(
     r"\.(jsonl?|safetensors|gguf|bin|pt|pth|model|tiktoken|txt|jinja|py|ya?ml)$", re.I
 )
@@ -60,8 +63,9 @@ def regular(path: Path, kind: type[TrainkitError]) -> Path:
 
 def regular_files(folder: Path, kind: type[TrainkitError]) -> Path:
     """``folder``, for a loader: `regular` for every file of it that one may open by its name."""
-    for path in folder.iterdir():
-        if _OPENED.search(path.name):
+    for path in (*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")):
+        is_templates = path.name == NAMED_TEMPLATES and not path.is_dir()
+        if is_templates or _OPENED.search(path.name):
             regular(path, kind)
     return folder
 

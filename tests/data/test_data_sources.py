@@ -1,5 +1,6 @@
 """Several sources: each draws by itself, keeps its share in every order, and is read once."""
 
+import gzip
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from chats import chat
 from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
 from trainkit.data.datasets import stream_names
 from trainkit.data.streaming import SampleStream, first_look
-from trainkit.data.summary import verdict
+from trainkit.data.summary import files_in_both, verdict
 from trainkit.objectives.objective import TrainingData
 from trainkit.train.data import parts_of
 
@@ -110,6 +111,16 @@ def test_a_file_that_is_listed_twice_is_named(write, ready, tmp_path, monkeypatc
         assert all(f"{p} (source {Source(path=p).label})" in warning for p in listed)
         assert warning in [finding.detail for finding in verdict(each)]
     assert ready(path).summary["listed_twice"] == []
+
+
+def test_a_compressed_copy_is_the_same_file(write, ready):
+    path, packed = write(ROWS), write(b"", "copy.jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    both = ready(path, packed).summary
+    (warning,) = both["listed_twice"]
+    assert str(path) in warning
+    assert str(packed) in warning
+    assert str(packed) in files_in_both(ready(path).summary, ready(packed).summary)[0]
 
 
 def test_a_first_epoch_without_a_row_is_passed_for_a_look(write, ready):

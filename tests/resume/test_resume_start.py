@@ -13,6 +13,7 @@ from ranks import RankFailure, run_ranks
 from trainkit.errors import RunDirectoryError
 from trainkit.run import RunDirectory
 from trainkit.run.starts import read_starts
+from trainkit.train.resume.given import read_command
 
 MOMENTS = (
     *("run", "logs", "status.json", "changes.jsonl", "recipe.yaml", "resolved.yaml"),
@@ -77,3 +78,15 @@ def test_a_start_whose_record_is_of_another_shape_is_named(tmp_path, key, value)
     (tmp_path / "changes.jsonl").write_text(json.dumps({"step": 0, key: value}) + "\n")
     with pytest.raises(RunDirectoryError, match=r"changes\.jsonl.*line 1 is damaged"):
         read_starts(RunDirectory(tmp_path))
+
+
+def test_a_run_whose_starts_are_gone_is_not_gone_on_with(tmp_path):
+    """A rate of the command line is in there alone; with the recipe it is what is typed."""
+    run = RunDirectory.create_at(tmp_path / "run")
+    recipe = "model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n"
+    run.write_text(run.recipe, recipe)
+    run.checkpoint(2).mkdir()
+    with pytest.raises(RunDirectoryError, match=r"no changes\.jsonl"):
+        read_command(None, [], {}, resume=str(run.root))
+    given = read_command(run.recipe, [], {}, resume=str(run.root))
+    assert given.resume == run.root

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings, strategies
 from trainkit.cli.app import main
 from trainkit.compare.runs import read_run
 from trainkit.errors import RunDirectoryError, TrainkitError
-from trainkit.run.metrics import read_scores, say_damaged
+from trainkit.run.metrics import iter_metrics, read_scores, say_damaged
 from trainkit.run.report import model_card, render_report
+from trainkit.run.starts import Start, append_start, read_starts
+from trainkit.run.status import say_changed
 
 RECORDS = ("data.json", "samples.json", "environment.json", "kernels.json", "memory.json")
 
@@ -63,14 +65,30 @@ def test_damaged_rows_stay_and_are_named_when_a_run_goes_on(trained_run, caplog)
     assert sorted([*kept, *superseded.split(b"\n")]) == sorted([*lines, b""])
 
 
-@pytest.mark.parametrize("change", [lambda text: text[:-30], lambda text: text + text[-200:]])
-def test_rows_that_are_lost_or_added_behind_the_end_are_told(change, trained_run, caplog):
+def swapped(text):
+    first, second, *rest = text.splitlines(keepends=True)
+    return "".join([second, first, *rest])
+
+
+@pytest.mark.parametrize("name", ["metrics", "changes"])
+@pytest.mark.parametrize("change", [lambda text: text[:-30], lambda text: text * 2, swapped])
+def test_rows_that_were_changed_since_the_run_ended_are_told(change, name, trained_run, caplog):
+    for step in (0, 4):
+        append_start(trained_run, Start(step=step, overrides=()))
     trained_run.write_status("done")
-    text = trained_run.metrics.read_text()
-    trained_run.metrics.write_text(change(text))
-    say_damaged.cache_clear()
-    trained_run.open_metrics().close()
-    assert "is not as long as the run left it" in caplog.text
+    path = getattr(trained_run, name)
+    path.write_text(change(path.read_text()))
+    with contextlib.suppress(RunDirectoryError):
+        [*iter_metrics(path)] if name == "metrics" else read_starts(trained_run)
+    assert f"{name}.jsonl is not as the run left it" in caplog.text
+    say_changed.cache_clear()
+    caplog.clear()
+    with trained_run.recording_status():
+        assert f"{name}.jsonl is not as the run left it" in caplog.text
+    caplog.clear()
+    say_changed.cache_clear()
+    [*iter_metrics(trained_run.metrics)]
+    assert not caplog.text.count("as the run left it")
 
 
 @pytest.mark.parametrize("command", ["runs", "show", "watch", "plot", "compare", "report"])

@@ -19,7 +19,7 @@ from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer,
 from trainkit.options.data import read_tokens
 from trainkit.options.model import ModelOptions
 from trainkit.parallel.strategies import strategy_for
-from trainkit.places import local_path
+from trainkit.places import NAMED_TEMPLATES, local_path
 from trainkit.recipe.document import read_document
 from trainkit.recipe.load import read_chat_template
 from trainkit.run.directory import RunDirectory, locked
@@ -77,6 +77,16 @@ def test_a_model_of_other_than_regular_files_is_refused(tmp_path, model, name, d
     with pytest.raises(TrainkitError, match=r"where a file is meant|no tokenizer") as refused:
         MODEL_DOORS[door](str(copy))
     assert str(refused.value.where).endswith(name)
+
+
+@pytest.mark.parametrize("place", [NAMED_TEMPLATES, f"{NAMED_TEMPLATES}/rag.jinja"])
+def test_a_named_chat_template_is_a_file_of_the_model(tmp_path, model, place):
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    (copy / place).parent.mkdir(exist_ok=True)
+    a_pipe(copy / place)
+    for door in MODEL_DOORS.values():
+        with pytest.raises(TrainkitError, match="where a file is meant"):
+            door(str(copy))
 
 
 def test_links_to_regular_files_are_read(tmp_path, model):

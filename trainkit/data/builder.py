@@ -415,7 +415,14 @@ class SampleBuilder:
         try:
             if self.no_vision is not None and has_images(row):
                 raise self.no_vision.error(f"{source.path}:{raw.line}")
-            parsed = read_row(row, source.format, source.columns, images=self.vision is not None)
+            seen = self.vision
+            parsed = read_row(
+                row,
+                source.format,
+                source.columns,
+                images=seen is not None,
+                known=() if seen is None else seen.words,
+            )
         except DataError as error:  # a template that does not end
             place = f"{source.path}, line {raw.line}: {error.where}"
             raise DataError(error.what, where=place, fix=error.fix) from error

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from trainkit.data.messages import (
     TextRow,
     check_text,
 )
-from trainkit.data.placeholders import CODE, PLACEHOLDER
+from trainkit.data.placeholders import placeholder_in
 from trainkit.data.template import RENDER_ERRORS, patience
 
 # -- a turn, with its tool calls, in OpenAI's words or in ShareGPT's ------------------------------
@@ -395,10 +395,12 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
         answers = [_without(question, turns, isinstance(prompt, str)) for turns in answers]
     if answers[0] == answers[1]:
         raise RowError("same_answers", "'chosen' and 'rejected' are the same")
-    before = [replace(turn, train=False) for turn in with_system(row, question)]
-    tools = parse_tools(row)
+    before, tools = with_system(row, question), parse_tools(row)
     return Comparison(
-        tuple(Conversation((*before, *map(_answering, turns)), tools=tools) for turns in answers)
+        tuple(
+            _answering(Conversation((*before, *turns), tools=tools), len(before))
+            for turns in answers
+        )
     )
 
 
@@ -445,8 +447,17 @@ def _without(prompt: list[Message], turns: list[Message], is_text: bool) -> list
     return turns
 
 
-def _answering(turn: Message) -> Message:
-    return turn if turn.role == "assistant" else replace(turn, train=False)
+def _answering(conversation: Conversation, start: int) -> Conversation:
+    """Of the turns from ``start`` on those of an assistant are compared, and no others trained."""
+    turns = [
+        turn if number >= start and turn.role == "assistant" else replace(turn, train=False)
+        for number, turn in enumerate(conversation.messages)
+    ]
+    is_idle = any(
+        old.train and not new.train for old, new in zip(conversation.messages, turns, strict=True)
+    )
+    idle = ("a switch that trains a turn which is not compared",) if is_idle else ()
+    return replace(conversation, messages=tuple(turns), ignored=idle)
 
 
 def parse_rated(row: Mapping[str, Any]) -> Comparison:
@@ -463,14 +474,14 @@ def parse_rated(row: Mapping[str, Any]) -> Comparison:
     if name not in ("prompt_completion", "messages", "sharegpt", "alpaca"):
         raise RowError("no_answer", "the row has no prompt with an answer, and no messages")
     parsed = FORMATS[name](rest)
-    if isinstance(parsed, Conversation) and name != "prompt_completion":
-        turns = list(parsed.messages)
-        last = max((n for n, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
-        before = (replace(turn, train=False) for turn in turns[: max(last, 0)])
-        parsed = replace(parsed, messages=(*before, *turns[max(last, 0) :]))
-    elif isinstance(parsed, Conversation):
-        parsed = replace(parsed, messages=tuple(map(_answering, parsed.messages)))
     assert isinstance(parsed, Conversation | TextRow)
+    if isinstance(parsed, Conversation):
+        turns = enumerate(parsed.messages)
+        if name == "prompt_completion":
+            start = sum(turn.is_prompt for turn in parsed.messages)
+        else:
+            start = max((n for n, turn in turns if turn.role == "assistant"), default=0)
+        parsed = _answering(parsed, start)
     return Comparison((parsed,), first=0 if marks[0] else 1)
 
 
@@ -628,6 +639,8 @@ def parse_row(
     row, found = image_rows.pull(row) if images else (row, None)
     ignored = unused(row, name)
     parsed, kwargs = FORMATS[name](row), template_kwargs(row, name)
+    if isinstance(parsed, Comparison):
+        ignored += tuple({field for each in parsed.conversations for field in each.ignored})
     parsed = parsed if found is None else image_rows.attach(parsed, found)
     if kwargs and isinstance(parsed, Conversation):
         parsed = replace(parsed, template_kwargs=kwargs)
@@ -749,8 +762,12 @@ def read_row(
     *,
     asks: bool = False,
     images: bool = False,
+    known: Collection[str] = (),
 ) -> ParsedRow:
-    """Parse a decoded row and check its plain text; conversations are checked by ``validate``."""
+    """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
+
+    Placeholders that the model itself has are ``known``: its images' reader judges them.
+    """
     parsed = parse_row(row, name, columns, asks=asks, images=images)
     for text_row in parsed.conversations if isinstance(parsed, Comparison) else (parsed,):
         if isinstance(text_row, TextRow):
@@ -758,13 +775,12 @@ def read_row(
             check_text(text_row.text, "the text")
     said_so = isinstance(row, Mapping) and any(row.get(key) == [] for key in MEDIA)
     for place, text in () if said_so else _texts(parsed):
-        found = PLACEHOLDER.search(text) and PLACEHOLDER.search(CODE.sub("", text))
-        if found and f"</{found[1]}>" not in text:
+        if found := placeholder_in(text, known):
             raise RowError(
                 "media_placeholder",
-                f"{place} has {found[0]}, which stands for what is not text, and only text is "
-                "trained; where it is meant as text, write it in backticks, or give the row "
-                f'"{found[1]}s": []',
+                f"{place} has {found}, which stands for what is not text, and would be trained "
+                "letter by letter; where it is meant as text, write it in backticks, or give the "
+                'row "images": []',
             )
     return parsed
 
@@ -778,3 +794,4 @@ def _texts(parsed: ParsedRow) -> Iterator[tuple[str, str]]:
     elif isinstance(parsed, Conversation):
         for number, message in enumerate(parsed.messages, 1):
             yield f"turn {number} ({message.role})", message.content
+            yield f"the thinking of turn {number}", message.reasoning or ""

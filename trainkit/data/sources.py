@@ -204,6 +204,7 @@ def build_store(
 ) -> None:
     options = builder.options
     of_files = [FileCounts() for _ in files]
+    of_samples = [hashlib.sha256() for _ in files]
     all_ends: Counter[str] = Counter()
     all_counts: Counter[str] = Counter()
     notes: set[str] = set()
@@ -228,6 +229,7 @@ def build_store(
             writer.images.note(built.unread)
             for number, part, ids, mask, images in built.samples:
                 row = rows[number]
+                of_samples[file].update(ids.tobytes() + repr([i.digest for i in images]).encode())
                 place = {"file": file, "line": row.line, "row": row.number, "part": part}
                 counts.trained_tokens += writer.append(ids, mask, images, **place)
                 counts.tokens += len(ids)
@@ -256,6 +258,8 @@ def build_store(
         ledger.close()
         found = {k: v for k, v in all_counts.items() if not k.startswith("format:")}
         meta = {"ends": dict(sorted(all_ends.items())), "counts": found, "notes": sorted(notes)}
+        for counts, digest in zip(of_files, of_samples, strict=True):
+            counts.samples_sha256 = digest.hexdigest() if counts.samples else None
         writer.finish({"files": [vars(each) for each in of_files], **meta})
 
 

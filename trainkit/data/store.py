@@ -96,6 +96,7 @@ class FileCounts:
     dropped_for: Counter[str] = field(default_factory=Counter)
     cut_for: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
+    samples_sha256: str | None = None
 
 
 class Ledger:

@@ -1,8 +1,8 @@
 """What ``data.json`` says about prepared data, and what makes it unfit to train on."""
 
+import contextlib
 import hashlib
 import json
-import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,31 +240,37 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
 
 def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for every file that is there twice: by another path, a link, or as a copy."""
-    groups: dict[Any, list[str]] = {}
+    groups: list[tuple[set[Any], list[str]]] = []
     for file in files:
-        known = file.get("sha256")
-        stat = None if known else Path(file["path"]).stat()
-        mark = known or (stat and (stat.st_dev, stat.st_ino))
-        groups.setdefault(mark, []).append(f"{file['path']} (source {file['source']})")
+        mine = _marks(file)
+        marks, names = next((group for group in groups if group[0] & mine), (set(), []))
+        if not names:
+            groups.append((marks, names))
+        marks |= mine
+        names.append(f"{file['path']} (source {file['source']})")
     return [
-        f"the same rows are read {len(group)} times: {', '.join(group)}; list each file once "
+        f"the same rows are read {len(names)} times: {', '.join(names)}; list each file once "
         "(epochs repeats a source's rows on purpose)"
-        for group in groups.values()
-        if len(group) > 1
+        for _, names in groups
+        if len(names) > 1
     ]
+
+
+def _marks(file: Mapping[str, Any]) -> set[Any]:
+    """What tells a file: its bytes, its samples (those of a compressed copy, too), its place."""
+    found = {file.get("sha256"), file.get("samples_sha256")} - {None}
+    with contextlib.suppress(OSError):  # the name of a data set of the hub
+        stat = Path(file["path"]).stat()
+        found.add((stat.st_dev, stat.st_ino))
+    return found
 
 
 def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:
     """A warning where files are evaluated that are trained on: the same content, or path."""
     if evaluation is None:
         return []
-    known = all("sha256" in file for file in train["files"])
-
-    def mark(file: Mapping[str, Any]) -> str:
-        return str(file["sha256"]) if known else os.path.realpath(file["path"])
-
-    trained = {mark(file) for file in train["files"]}
-    both = [file["path"] for file in evaluation["files"] if mark(file) in trained]
+    trained = set().union(*map(_marks, train["files"]))
+    both = [file["path"] for file in evaluation["files"] if _marks(file) & trained]
     if not both:
         return []
     return [

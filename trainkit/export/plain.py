@@ -11,7 +11,7 @@ from trainkit.auto_class import empty_model
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, needs_the_model, own_base
 from trainkit.checkpoint.merge.merged_weights import MergedWeights
 from trainkit.checkpoint.weights.adapter import read_adapter
-from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
+from trainkit.checkpoint.weights.companions import copy_companions
 from trainkit.checkpoint.weights.export import CastWeights, dtype_named, write_config, write_weights
 from trainkit.checkpoint.weights.plain_files import (
     is_plain_name,
@@ -27,6 +27,7 @@ from trainkit.export.source import Job, Source
 from trainkit.infer.locate import ModelPaths, base_directory
 from trainkit.models.tokenizer import load_config
 from trainkit.options import ModelOptions
+from trainkit.places import NAMED_TEMPLATES
 
 MAX_SHARD_BYTES = 5 * 10**9
 

@@ -26,8 +26,15 @@ from trainkit.places import checkpoints_in, regular, regular_files, step_of
 from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import RunGoneError, explain_os_errors, write_json_atomic, write_text_atomic
-from trainkit.run.metrics import MetricsWriter, say_if_cut, size_of
-from trainkit.run.status import Status, exit_reason, read_status, this_process
+from trainkit.run.metrics import MetricsWriter
+from trainkit.run.status import (
+    Status,
+    digest,
+    exit_reason,
+    read_status,
+    say_if_changed,
+    this_process,
+)
 
 State = Literal["running", "done", "failed", "interrupted"]
 
@@ -183,13 +190,11 @@ class RunDirectory:
             resume_step: the step of the checkpoint that the run continues from; rows after it are
                 set aside, and the curves mark the point.
         """
-        say_if_cut(self.metrics)
         writer = MetricsWriter(self.metrics, resume_step=resume_step)
-        status = self.status().updated_with(metrics_bytes=None)
         if resume_step:
+            status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
-            status = status.updated_with(resumed_at_steps=[*resumed, resume_step])
-        self._write(status)
+            self._write(status.updated_with(resumed_at_steps=[*resumed, resume_step]))
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -215,7 +220,9 @@ class RunDirectory:
             reason=None if reason is None else redact_text(reason),
             last_step=before.last_step if step is None else step,
             total_steps=before.total_steps if total_steps is None else total_steps,
-            metrics_bytes=before.metrics_bytes if state == "running" else size_of(self.metrics),
+            records={}
+            if state == "running"
+            else {each.name: digest(each) for each in (self.metrics, self.changes)},
             **this_process(),
         )
         self._write(now)
@@ -273,6 +280,8 @@ class RunDirectory:
         trainkit's own errors, whose sentence is enough) and goes on its way.
         """
         before = self.status()
+        for path in (self.metrics, self.changes):
+            say_if_changed(path)
         self.refuse_gone()
         self.write_status("running")
         try:

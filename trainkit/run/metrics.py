@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.places import regular
 from trainkit.run.files import explain_os_errors, jsonable, read_record, write_bytes_atomic
-from trainkit.run.status import read_status
+from trainkit.run.status import say_if_changed
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     Damaged ones are named and left out. A last line without an end is of a run that goes on, or
     that was killed. Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
     """
-    say_if_cut(path)
+    say_if_changed(path)
     if not regular(path, RunDirectoryError).exists():
         return
     damaged = []
@@ -180,21 +179,9 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
         say_damaged(path, tuple(damaged))
 
 
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def say_if_cut(path: Path) -> None:
-    with contextlib.suppress(TrainkitError):  # a damaged status is named where it is shown
-        if read_status(path.with_name("status.json")).metrics_bytes not in (None, size_of(path)):
-            say_damaged(path, ())
-
-
 @lru_cache(maxsize=64)  # once: a report reads its rows several times, `watch` for ever
 def say_damaged(path: Path, numbers: tuple[int, ...]) -> None:
-    """Name the first rows that nothing is drawn of, and how many there are; of none, the end."""
-    if not numbers:
-        logger.warning("%s is not as long as the run left it: rows are lost or were added", path)
+    """Name the first rows that nothing is drawn of, and how many there are."""
     for number in numbers[:_MOST_NAMED]:
         logger.warning("%s:%d is damaged and is left out", path, number)
     if len(numbers) > _MOST_NAMED:

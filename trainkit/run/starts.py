@@ -22,7 +22,7 @@ from trainkit.places import checkpoints_in, step_of
 from trainkit.redact import REDACTED, redact, redact_argv
 from trainkit.run.directory import RunDirectory, file_name, is_unfinished
 from trainkit.run.files import explain_os_errors, jsonable, write_text_atomic
-from trainkit.run.status import utc_now
+from trainkit.run.status import say_if_changed, utc_now
 
 RETIRED = "retired-"
 """Before the name of a checkpoint that the run went back behind."""
@@ -64,6 +64,7 @@ def append_start(run: RunDirectory, start: Start) -> None:
 
 def read_starts(run: RunDirectory) -> list[Start]:
     """The starts so far; every one is written with those before it, so none is ever torn."""
+    say_if_changed(run.changes)
     if not run.changes.is_file():
         return []
     shape = TypeAdapter(Start)

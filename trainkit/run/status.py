@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import logging
 import os
 import shlex
 import signal
@@ -18,6 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
+from trainkit.run.files import WAY_OUT
+
+logger = logging.getLogger(__name__)
 
 
 def utc_now() -> str:
@@ -33,7 +38,7 @@ class Status:
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
-        metrics_bytes: of ``metrics.jsonl`` at the end; a shorter one has lost rows.
+        records: digests of ``metrics.jsonl`` and ``changes.jsonl`` when it ended, by their names.
     """
 
     state: str = "running"
@@ -48,7 +53,7 @@ class Status:
     launch: str | None = None
     num_ranks: int | None = None
     num_hosts: int | None = None
-    metrics_bytes: int | None = None
+    records: dict[str, str | None] = dataclasses.field(default_factory=dict)
 
     def updated_with(self, **changes: Any) -> Status:
         """A copy with these fields changed and ``updated`` set to now."""
@@ -118,6 +123,28 @@ def read_status(path: Path) -> Status:
 @functools.cache
 def _shape() -> TypeAdapter[Status]:
     return TypeAdapter(Status)
+
+
+def digest(path: Path) -> str | None:
+    """Of a file's content; None without one."""
+    with contextlib.suppress(FileNotFoundError):
+        return hashlib.sha256(regular(path, RunDirectoryError).read_bytes()).hexdigest()
+    return None
+
+
+def say_if_changed(path: Path) -> None:
+    """Say so where a file of a run that ended is not the one that it left."""
+    with contextlib.suppress(TrainkitError):  # what is damaged is named by its reader
+        records, now = read_status(path.with_name("status.json")).records, digest(path)
+        if records.get(path.name, now) != now:
+            say_changed(path)
+
+
+@functools.cache  # once: several parts of a command read it
+def say_changed(path: Path) -> None:
+    logger.warning(
+        "%s is not as the run left it: rows were changed, moved, lost or added; %s", path, WAY_OUT
+    )
 
 
 def exit_reason(code: object) -> str:

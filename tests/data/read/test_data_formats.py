@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.data.formats import detect, parse_row
+from trainkit.data.formats import detect, parse_row, read_row
 from trainkit.data.messages import Conversation, Message, RowError, TextRow, TokenRow, validate
 
 USER, ASSISTANT = "user", "assistant"
@@ -179,6 +179,30 @@ def test_bad_rows_say_why(reason, row):
 def test_preference_data_is_called_by_its_name():
     with pytest.raises(RowError, match="compares two answers"):
         parse_row({"prompt": "p", "chosen": "a", "rejected": "b"}, "auto")
+
+
+def test_a_switch_that_no_comparison_follows_is_named():
+    def turn(role, **switch):
+        return {"role": role, "content": role, **switch}
+
+    answer, bad = turn(ASSISTANT), {**turn(ASSISTANT), "content": "bad"}
+    for switch in ({"weight": 1}, {"train": True}):
+        prompt = [turn(USER), turn(ASSISTANT, **switch), turn(USER)]
+        pair = {"prompt": prompt, "chosen": [answer], "rejected": [bad]}
+        whole = {"chosen": [*prompt, answer], "rejected": [*prompt, bad]}
+        rated = {"prompt": prompt, "completion": [answer], "label": True}
+        talk = {"messages": [*prompt, answer], "label": False}
+        for row, name in (
+            (pair, "preference"),
+            (whole, "preference"),
+            (rated, "rated"),
+            (talk, "rated"),
+        ):
+            parsed = read_row(row, name)
+            assert parsed.ignored == ("a switch that trains a turn which is not compared",)
+            assert [turn.train for turn in parsed.conversations[0].messages[:3]] == [False] * 3
+        row = {**pair, "prompt": [turn(USER, weight=0)], "chosen": [turn(ASSISTANT, **switch)]}
+        assert read_row(row, "preference").ignored == ()
 
 
 def conversation(*turns):

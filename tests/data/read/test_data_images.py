@@ -277,6 +277,7 @@ REFUSED = {
     },
     "image_without_turns": {"text": "a text", "image": "a.png"},
     "image_placeholder": {"text": "a text with <|image_pad|> in it"},
+    "media_placeholder": {"text": "a text with [IMG] in it"},
     "not_text": ask([part("video", video="a.mp4"), TEXT]),
     "private_use": ask("a \ufdd0 <image>", images=["a.png"]),
 }

@@ -98,7 +98,11 @@ def test_the_hint_has_the_files_own_columns_once(write, ready, tiny_tokenizer):
     assert "MODEL" not in said
 
 
-@pytest.mark.parametrize("text", ["<image>\nWhat is it?", "see <video>", "<audio>"])
+MEDIA = "<image>\nWhat is it?", "see <video>", "<audio>", "<img>", "<img>a.png</img>", "[IMG_BREAK]"
+MEDIA += "<|image_1|>", "<|START_OF_IMG|>", "<start_of_image>", "<IMG_CONTEXT>", "<|audio_bos|>"
+
+
+@pytest.mark.parametrize("text", MEDIA)
 def test_placeholders_of_what_is_not_text_are_refused(text):
     chat = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
     for row in (chat, {"text": text}, {"prompt": text, "completion": "x"}):
@@ -108,7 +112,15 @@ def test_placeholders_of_what_is_not_text_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["write `<image>` here", "```html\n<video>\n```", "<audio>x</audio>", "<images>"]
+    "text",
+    [
+        "write `<image>` here",
+        "```html\n<video>\n```",
+        "<audio>x</audio>",
+        "<images>",
+        "[IMG]a[/IMG]",
+        "<img src='a'>",
+    ],
 )
 def test_code_that_names_them_is_text(text):
     read_row({"text": text}, "auto")

@@ -16,12 +16,11 @@ from pathlib import Path
 import xxhash
 
 from trainkit.checkpoint.weights.adapter import CONFIG_NAME
-from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json, write_json
 from trainkit.checkpoint.weights.reader import weight_files
 from trainkit.digests import remembered_digest
 from trainkit.errors import CheckpointError
-from trainkit.places import cache_of
+from trainkit.places import NAMED_TEMPLATES, cache_of
 
 FILE_NAME = "base_fingerprint.json"
 SCHEMA_VERSION = 3

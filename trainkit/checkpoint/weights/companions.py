@@ -19,7 +19,7 @@ from trainkit.checkpoint.weights.plain_files import (
     write_json,
 )
 from trainkit.errors import CheckpointError
-from trainkit.places import local_path
+from trainkit.places import NAMED_TEMPLATES, local_path
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """How images, videos and sounds are read; settings alone, and no code."""
@@ -32,8 +32,6 @@ _COPIED = (
     "chat_template.jinja",
     "LICENSE",
 )
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Where a tokenizer keeps templates besides its default one, such as that for rows with tools."""
 # transformers 5 gives every model of type qwen2 Qwen2's own tokenizer class, whatever the files
 # say, and that class keeps the vocabulary but cuts text by Qwen2's rules (each digit by itself,
 # where GLM takes three at a time). An entry under auto_map makes it believe tokenizer_class

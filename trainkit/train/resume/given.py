@@ -67,7 +67,7 @@ def read_command(
     is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
     if not is_checkpoint and is_unfinished(path):
         if config is None:
-            raise _stopped_too_early(path)
+            raise _stopped_too_early(path / "recipe.yaml")
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded), resume=path)
     if is_checkpoint and (step_of(path) < 0 or not path.exists()):
@@ -141,8 +141,9 @@ def _continued(
 ) -> Given:
     recorded = recorded_overrides(run)
     if config is None:
-        if not run.recipe.is_file():
-            raise _stopped_too_early(run.root)
+        for record in (run.recipe, run.changes):
+            if not record.is_file():
+                raise _stopped_too_early(record)
         loaded = load_recipe(run.recipe, overrides, options, bases=run.bases, recorded=recorded)
     else:
         loaded = load_recipe(config, overrides, options, recorded=recorded)
@@ -189,10 +190,10 @@ def _load(
     return load_recipe(config, overrides, options)
 
 
-def _stopped_too_early(run: Path) -> RunDirectoryError:
+def _stopped_too_early(record: Path) -> RunDirectoryError:
     return RunDirectoryError(
-        "there is no recipe.yaml: it was deleted, or the run was stopped before it wrote one",
-        where=str(run),
+        f"there is no {record.name}: it was deleted, or the run was stopped before it wrote one",
+        where=str(record.parent),
         fix="give the recipe once more with --config, and what else was typed",
     )
 
