@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import gguf
 import pytest
 
 from trainkit.cli.app import main
@@ -158,6 +159,30 @@ def test_a_model_that_is_not_there_gets_no_recipe(model, tmp_path, capsys):
     assert main(["new", "--model", model, "-o", str(tmp_path / "r.yaml")]) == 2
     assert "there is no model at" in capsys.readouterr().err
     assert not (tmp_path / "r.yaml").exists()
+
+
+def test_a_gguf_file_has_the_size_of_its_model(tmp_path, monkeypatch, capsys):
+    """Its head alone is read: an estimate and a recipe need no weights."""
+    monkeypatch.chdir(tmp_path)
+    writer = gguf.GGUFWriter("m.gguf", "qwen2")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(260)
+    for write in ("write_header_to_file", "write_kv_data_to_file", "close"):
+        getattr(writer, write)()
+    assert main(["new", "--model", "m.gguf", "-o", "r.yaml"]) == 0
+    assert "max_length: 64 " in Path("r.yaml").read_text()
+    for place in ({"name_or_path": "m.gguf"}, {"name_or_path": ".", "gguf_file": "m.gguf"}):
+        loaded = load_recipe(
+            Path("r.yaml"), [f"model.{key}={value}" for key, value in place.items()]
+        )
+        assert plan_of(loaded.recipe, 1).shape.hidden == 64
+    capsys.readouterr()
 
 
 def test_the_name_of_a_shape_is_no_model(tmp_path, monkeypatch, capsys):

@@ -158,6 +158,12 @@ def test_refused_by_name_and_nothing_is_left(lora_run, tmp_path, capsys, words, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_servers_read_is_not_exported(tmp_path, capsys):
+    (tmp_path / "m.gguf").touch()
+    assert main(["export", "vllm", str(tmp_path / "m.gguf"), str(tmp_path / "o")]) == 2
+    assert "serve this file as it is" in capsys.readouterr().err
+
+
 def test_an_adapter_from_before_the_first_step_is_refused(lora_run, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 

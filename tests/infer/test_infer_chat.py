@@ -2,16 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
+from contextlib import nullcontext
 
 import pytest
 
 from trainkit.cli.commands.chat import Chat
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.errors import DataError, RecipeError
+from trainkit.data.messages import TextRow
+from trainkit.errors import DataError, ModelError, RecipeError
 from trainkit.infer.conversation import ChatHistory
 from trainkit.infer.engine import Engine, TextStream
 from trainkit.infer.sampling import SamplingOptions
+from trainkit.models.tokenizer import stop_token_ids
+from trainkit.options import ModelOptions
 
 TALK = [
     ("Hello, who are you?", "I am a parrot, élan 🙂 and 12345."),
@@ -224,3 +229,54 @@ def test_sampling_options_go_over_the_models_own(options, own, wanted):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(RecipeError):
         SamplingOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 0},
+        {"repetition_penalty": "much"},
+        {"temperature": -1.0},
+        {"temperature": 0.0, "do_sample": True},
+        {"top_p": 5.0},
+        {"top_k": -3},
+        {"min_p": 7.0},
+        {"typical_p": 2.0},
+        {"no_repeat_ngram_size": -1},
+    ],
+)
+def test_a_models_settings_that_no_answer_comes_of_are_refused_before_any(
+    own, tiny_qwen2, tmp_path
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = GenerationConfig()
+    for name, value in own.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    model.generation_config = config
+    with pytest.raises(ModelError, match=next(iter(own))):
+        Engine(model, AutoTokenizer.from_pretrained(tiny_qwen2))
+    copy = shutil.copytree(tiny_qwen2, tmp_path / "m")
+    (copy / "generation_config.json").write_text(json.dumps(own))
+    with pytest.raises(ModelError):
+        stop_token_ids(ModelOptions(str(copy)))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"bad_words_ids": [[99999]]}, "99999"),
+        ({"exponential_decay_length_penalty": [1]}, "index"),
+        ({"num_return_sequences": 3, "do_sample": True}, None),
+        ({"return_dict_in_generate": True}, None),
+    ],
+)
+def test_settings_that_fail_while_it_writes_are_named(own, said, tiny_qwen2):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    model.generation_config = GenerationConfig(**own)
+    engine = Engine(model, AutoTokenizer.from_pretrained(tiny_qwen2))
+    with pytest.raises(ModelError, match=said) if said else nullcontext():
+        engine.answer_batch([TextRow("", prompt="ab")], SamplingOptions(max_new_tokens=2))

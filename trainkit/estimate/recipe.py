@@ -37,7 +37,9 @@ BYTES_PER_TOKEN = 4.4
 
 
 def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
-    shape = shape or find_shape(recipe.model.name_or_path, recipe.model.revision)
+    place, file = recipe.model.name_or_path, recipe.model.gguf_file
+    place = place if file is None else str(Path(place, file))
+    shape = shape or find_shape(place, recipe.model.revision)
     data_ranks, sequence = recipe.parallel.data_ranks(gpus), recipe.parallel.sequence
     training = recipe.training
     lora = recipe.lora

@@ -114,10 +114,15 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
 def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, Any], str]:
     """What ``config.json`` says of a recipe's ``model.name_or_path``, and where that is from.
 
-    A directory's ``config.json``, a copy in the hub's cache, the table of names, and only then the
-    hub, for this one file.
+    A ``.gguf`` file's head, a directory's ``config.json``, a copy in the hub's cache, the table of
+    names, and only then the hub, for this one file.
     """
     path = local_path(name)
+    if path is not None and path.suffix.lower() == ".gguf":
+        from trainkit.models.tokenizer import load_config  # which needs torch
+        from trainkit.options import ModelOptions
+
+        return load_config(ModelOptions(name_or_path=str(path))).to_dict(), str(path)
     file = None if path is None else regular(path / "config.json", ModelError)
     if file is None:
         file = _cached(name, revision)

@@ -46,7 +46,9 @@ def weights_directory(paths: ModelPaths) -> Path:
         raise ModelError(
             "only a model in a directory can be exported",
             where=paths.model,
-            fix="fetch it first: hf download",
+            fix="serve this file as it is: vllm serve, llama-server -m, or an Ollama Modelfile"
+            if directory.is_file()
+            else "fetch it first: hf download",
         )
     return directory
 

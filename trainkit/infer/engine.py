@@ -34,7 +34,7 @@ from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, run_settings, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.context import context_of
-from trainkit.models.generation import generate_rows
+from trainkit.models.generation import check_settings, generate_rows
 from trainkit.models.linears import not_finite, packed_kind, quantization_config
 from trainkit.models.loading import TORCH_DTYPES, device_named, load_model, set_use_cache
 from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
@@ -90,6 +90,7 @@ class Engine:
         self.options = options or DataOptions()
         self.vision = vision
         self._renderer = PromptRenderer(tokenizer, self.options, vision)
+        check_settings(model.generation_config, str(model.config.name_or_path))
         own = model.generation_config.eos_token_id
         ids = [*stop_ids, *_as_list(own), *_as_list(tokenizer.eos_token_id)]
         self.stop_ids = tuple(dict.fromkeys([*ids, *_template_ends(tokenizer, self.options)]))

@@ -1,6 +1,7 @@
 """What a model writes behind several prompts at once."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,13 +9,54 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from trainkit.auto_class import without_adapters
+from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
 from trainkit.models.context import table_of
+
+_JUDGES: Mapping[str, Callable[[Any], Any]] = {
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "typical_p": TypicalLogitsWarper,
+    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
+}
+
+
+def check_settings(settings: GenerationConfig, where: str) -> None:
+    """Refuse settings that no answer can be written with, before any is, or a model is trained.
+
+    A 0 switches a setting off, a penalty aside, and the temperature of what is drawn.
+    """
+    needed = {"repetition_penalty", *(["temperature"] if settings.do_sample else [])}
+    for name, judge in _JUDGES.items():
+        value = getattr(settings, name)
+        if value or (value is not None and name in needed):
+            try:
+                judge(value)
+            except (ValueError, TypeError) as error:
+                raise unusable(f"{name}: {error}", where) from None
+
+
+def unusable(what: str, where: str) -> ModelError:
+    return ModelError(
+        f"the model's generation settings cannot be used: {what}"[:400],
+        where=where,
+        fix="correct generation_config.json, or remove it",
+    )
 
 
 def generate_rows(
@@ -56,9 +98,20 @@ def generate_rows(
     name, token = how.pop("kinds", (None, 0))
     if name is not None:
         how[name] = (input_ids == token).long().to(model.device)
-    output = model.generate(
-        input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device), **how
-    )
+    how["input_ids"] = input_ids.to(model.device)
+    how["attention_mask"] = attention_mask.to(model.device)
+    rows_alone = {"num_return_sequences": 1, "return_dict_in_generate": False}
+    if "generation_config" in how:
+        how["generation_config"].update(**rows_alone)
+    else:
+        how |= rows_alone
+    try:
+        output = model.generate(**how)
+    except (ValueError, TypeError, LookupError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if "/transformers/generation/" not in frame.f_code.co_filename:
+            raise
+        raise unusable(str(error), str(model.config.name_or_path)) from error
     rows: list[list[int]] = output[:, width:].tolist()
     return rows
 

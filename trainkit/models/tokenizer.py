@@ -31,6 +31,7 @@ from trainkit.models.files import (
     refuse_counts,
     with_sound_normalizer,
 )
+from trainkit.models.generation import check_settings
 from trainkit.options.model import ModelOptions
 from trainkit.places import local_path, regular, regular_files
 
@@ -188,6 +189,7 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
             where=str(path),
             fix="correct that file, or remove it",
         ) from None
+    check_settings(settings, source.name_or_path)
     stops = settings.eos_token_id
     found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
     size = getattr(load_config(source).get_text_config(), "vocab_size", None) or MOST

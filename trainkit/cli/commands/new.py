@@ -220,7 +220,8 @@ def _settings_of(model: str, method: str) -> dict[str, bool]:
     from trainkit.options import ModelOptions
     from trainkit.train.fit import settings_for
 
-    return settings_for(load_config(ModelOptions(name_or_path=str(Path(place).parent))), method)
+    source = place if place.lower().endswith(".gguf") else str(Path(place).parent)
+    return settings_for(load_config(ModelOptions(name_or_path=source)), method)
 
 
 def _sources(data: list[str], method: str) -> list[Any]:
