@@ -13,7 +13,8 @@ from objectives.test_objectives_distill import (
     write_teacher,
 )
 from objectives.test_objectives_pairs import logged
-from tiny import make_qwen2, make_tokenizer
+from tiny import TABLES, make_qwen2, make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit.models.generation import draw_rows
 from trainkit.options.training import OnPolicyOptions
@@ -75,6 +76,17 @@ def test_tokens_are_drawn_from_the_models_own_distribution(heat):
         square = ((seen - expected) ** 2 / expected.clamp(min=1)).sum().item()
         assert square < bins + 3 * (2 * bins) ** 0.5
     assert model.generation_config.repetition_penalty == 9.0
+
+
+def test_an_answer_at_the_end_of_a_table_of_positions_is_drawn_to_the_end():
+    config = AutoConfig.for_model("gpt2", vocab_size=40, **TABLES["gpt2"])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts, how = [[3], [4] * 12], {"max_new_tokens": 12, "temperature": 1.0}
+    together = draw_rows(model, prompts, [11, 12], [], 0, **how)
+    assert [len(row) for row in together] == [12, 4]
+    assert together == [
+        draw_rows(model, [p], [s], [], 0, **how)[0] for p, s in zip(prompts, [11, 12], strict=True)
+    ]
 
 
 def test_an_answer_does_not_depend_on_what_it_is_batched_with():

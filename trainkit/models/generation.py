@@ -130,6 +130,13 @@ def draw_rows(
 
     Each row has random numbers of its own seed: what it is batched with does not change it.
     """
+    table = table_of(model.config.get_text_config().to_dict(), model)
+    if len(prompts) > 1 and table is not None and max(map(len, prompts)) + max_new_tokens > table:
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        return [
+            draw_rows(model, [prompt], [seed], stop_ids, pad_id, **how)[0]
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
     noise = _Noise(seeds, temperature, model.device)
     base = without_adapters(model)
     # Without the settings that a model is published with, such as a penalty on repetitions.

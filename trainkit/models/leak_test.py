@@ -28,6 +28,8 @@ _SLACK = 4.0
 """On the largest of `_DRAWS` changes, against the largest of two: twice for the draw, and twice
 because a logit behind the next power of two rounds in steps twice as large."""
 
+_FIX = "set data.packing to false; or model.attn_implementation to auto, where it is not"
+
 
 def leak_test(
     model: nn.Module,
@@ -76,7 +78,7 @@ def leak_test(
                 f"document {number} by {change:.3g} (its own moved by {own:.3g}; rounding would "
                 f"explain {allowed:.3g})",
                 where=f"attention {attention}",
-                fix="set model.attn_implementation to auto, or data.packing to false",
+                fix=_FIX,
             )
     if not seen > 0.0:
         raise TrainkitError(
@@ -117,7 +119,7 @@ def image_leak_test(
         raise TrainkitError(
             f"packed documents leak: the image of document {number} {what}",
             where=f"attention {attention}",
-            fix="set model.attn_implementation to auto, or data.packing to false",
+            fix=_FIX,
         )
     return seen if len(bounds) > 2 else None
 

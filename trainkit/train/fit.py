@@ -61,12 +61,14 @@ def refuse_unfit_model(
         patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
 
 
-def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
+def context_warning(
+    config: PreTrainedConfig, max_length: int, whose: str = "the model"
+) -> str | None:
     """What to say where samples may be longer than the model's context; None where they cannot."""
     context = context_of(config.to_dict())
     if context is None or max_length <= context:
         return None
-    said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
+    said = f"data.max_length {max_length} is beyond {whose}'s context of {context} tokens"
     if table_of(config.get_text_config().to_dict(), skeleton_of(config)) is not None:
         raise ModelError(
             f"{said}, and it has no positions behind them",

@@ -102,7 +102,8 @@ def prepare(run: Run, ledger: Path) -> None:
     if recipe.distill is not None:
         from trainkit.train.teacher import refuse_unfit_teacher
 
-        refuse_unfit_teacher(recipe, run.tokenizer)
+        if (warning := refuse_unfit_teacher(recipe, run.tokenizer)) is not None:
+            console.warn(warning)
     run.data = data = _read_data(run, ledger)
     _refuse_no_batch(recipe, data, layout)
     _refuse_images(recipe, data)

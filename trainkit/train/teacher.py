@@ -26,7 +26,7 @@ from trainkit.data.formats import decode_row
 from trainkit.data.messages import RowError
 from trainkit.errors import DataError, ModelError
 from trainkit.models.generation import draw_rows
-from trainkit.models.tokenizer import check_exists, load_tokenizer
+from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
 from trainkit.objectives.distill import DRAWN_FIGURES, ToldDataset
 from trainkit.objectives.objective import TrainingData
 from trainkit.options import DistillOptions, ModelOptions
@@ -34,6 +34,7 @@ from trainkit.options.training import OnPolicyOptions
 from trainkit.recipe import Recipe
 from trainkit.train.data import train_loader
 from trainkit.train.evaluations import marking, undisturbed
+from trainkit.train.fit import context_warning
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.model import BuiltModel, build_model
 
@@ -80,10 +81,14 @@ def _frozen(recipe: Recipe, source: ModelOptions, device: torch.device) -> Built
     return built
 
 
-def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> None:
-    """Before anything is built, look for a teacher and hold its tokens against the student's."""
+def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> str | None:
+    """Before anything is built, hold a teacher's tokens and context against what the student has.
+
+    Returns:
+        what to say of rows that may be longer than it ever read.
+    """
     if recipe.distill is None or recipe.distill.teacher is None:
-        return
+        return None
     source = _source_of_teacher(recipe, recipe.distill)
     with _of_teacher():
         check_exists(source)
@@ -95,6 +100,7 @@ def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> None:
             where="distill.teacher",
             fix="take a teacher of the same family, or train on its answers: trainkit generate",
         )
+    return context_warning(load_config(source), recipe.data.max_length, "the teacher")
 
 
 def hooks_of(distill: DistillOptions | None, *, has_teacher: bool) -> list[Hook]:

@@ -209,6 +209,8 @@ def test_a_table_of_positions_is_a_limit(kind):
     own_code = PreTrainedConfig(n_positions=16, auto_map={"AutoModelForCausalLM": "own.Model"})
     with pytest.raises(ModelError, match="context of 16 tokens"):
         context_warning(own_code, 17)
+    with pytest.raises(ModelError, match="the teacher's context of 16 tokens"):
+        context_warning(config, 17, "the teacher")
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path):
