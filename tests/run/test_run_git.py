@@ -9,6 +9,7 @@ import pytest
 
 import trainkit
 from trainkit.bench import cells
+from trainkit.cli.app import main
 from trainkit.run.environment import repository_state
 
 NAMED = """
@@ -304,3 +305,17 @@ def test_git_is_run_in_one_place():
     package = Path(trainkit.__file__).parent
     files = [path for path in package.rglob("*.py") if '["git"' in path.read_text()]
     assert [path.relative_to(package) for path in files] == [Path("run/environment.py")]
+
+
+@pytest.mark.parametrize("places", [".:{}", ":{}", "{}:", "", "..", "sub/.."])
+def test_no_program_of_the_users_folder_is_run(places, tmp_path, monkeypatch):
+    """What a command starts is looked for in whole paths alone."""
+    (tmp_path / "sub").mkdir()
+    program = tmp_path / "git"
+    program.write_text("#!/bin/sh\ntouch ran\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "sub" if places == ".." else tmp_path)
+    monkeypatch.setenv("PATH", places.format(os.environ["PATH"]))
+    assert main(["--version"]) == 0
+    subprocess.run(["git", "--version"], check=False, capture_output=True)
+    assert not [*tmp_path.rglob("ran")]

@@ -200,6 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # For processes that libraries start: none imports from the user's folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    # Nor is a program taken from there: an empty place, or a relative one, is that folder.
+    places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(filter(os.path.isabs, places)) or os.defpath
     try:
         words = arguments
         if not (words and words[0] in COMMANDS and COMMANDS[words[0]].passes_on):

@@ -231,28 +231,25 @@ def _sources(data: list[str], method: str) -> list[Any]:
 
 
 def _first_rows(path: str) -> list[Any]:
-    """The decoded first rows of a file that is here, those of which one can be read."""
+    """The decoded first rows of a file or directory that is here; one must be readable."""
     from trainkit.options import Source
 
-    plain = Path(Source.model_validate(path).path).expanduser()
-    if not plain.is_file():
+    place = Source.model_validate(path).path
+    if not Path(place).expanduser().exists():
         return []
-    from trainkit.data.files import read_rows
+    from trainkit.data.files import read_rows, resolve_files
     from trainkit.data.formats import decode_row
     from trainkit.data.messages import RowError
     from trainkit.errors import DataError
 
-    rows: list[Any] = []
-    try:
-        rows += map(decode_row, islice(read_rows(plain), 100))
-    except (RowError, DataError) as error:
-        if not rows:
-            echo(
-                f"{path}: its first row cannot be read: {error}; see trainkit data check", err=True
-            )
-    else:
-        if not rows:
-            echo(f"{path}: there is no row in it", err=True)
+    rows, wrong = list[Any](), "there is no row in it"
+    for raw in islice(read_rows(resolve_files(place)[0]), 100):
+        try:
+            rows.append(decode_row(raw))
+        except RowError as error:
+            wrong = f"row {raw.line} cannot be read: {error}"
+    if not rows:
+        raise DataError(wrong, where=path, fix="look at its rows with: trainkit data check")
     return rows
 
 
