@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings, strategies
 from trainkit.cli.app import main
 from trainkit.compare.runs import read_run
 from trainkit.errors import RunDirectoryError, TrainkitError
+from trainkit.run.files import say_once
 from trainkit.run.metrics import iter_metrics, read_scores, say_damaged
 from trainkit.run.report import model_card, render_report
 from trainkit.run.starts import Start, append_start, read_starts
-from trainkit.run.status import say_changed
 
 RECORDS = ("data.json", "samples.json", "environment.json", "kernels.json", "memory.json")
 
@@ -44,6 +44,7 @@ def test_a_record_that_every_run_has_is_missed(name, trained_run, caplog, monkey
     render_report(trained_run)
     assert f"{name} is missing" in caplog.text
     caplog.clear()
+    say_once.cache_clear()
     read_run(trained_run.root, {})
     assert (f"{name} is missing" in caplog.text) == (name in ("data.json", "environment.json"))
     assert "memory.json" not in caplog.text
@@ -81,12 +82,12 @@ def test_rows_that_were_changed_since_the_run_ended_are_told(change, name, train
     with contextlib.suppress(RunDirectoryError):
         [*iter_metrics(path)] if name == "metrics" else read_starts(trained_run)
     assert f"{name}.jsonl is not as the run left it" in caplog.text
-    say_changed.cache_clear()
+    say_once.cache_clear()
     caplog.clear()
     with trained_run.recording_status():
         assert f"{name}.jsonl is not as the run left it" in caplog.text
     caplog.clear()
-    say_changed.cache_clear()
+    say_once.cache_clear()
     [*iter_metrics(trained_run.metrics)]
     assert not caplog.text.count("as the run left it")
 
@@ -219,3 +220,10 @@ def test_any_field_of_any_record_is_anything(trained_run, random, name):
             assert code == 0 or name in said.getvalue(), (place, said.getvalue())
     finally:
         path.unlink() if before is None else path.write_text(before)
+
+
+def test_a_record_that_is_missing_is_named_once(trained_run, caplog, monkeypatch):
+    monkeypatch.setattr("trainkit.run.report.svg_plots", lambda *_, **__: [])
+    (trained_run.root / "kernels.json").unlink(missing_ok=True)
+    render_report(trained_run)
+    assert caplog.text.count("kernels.json is missing") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import math
@@ -107,11 +108,11 @@ def read_json(path: Path) -> Any:
         content = json.loads(regular(path, RunDirectoryError).read_bytes())
     except FileNotFoundError:
         if path.name in _OF_EVERY_RUN:
-            logger.warning("%s is missing; %s", path, WAY_OUT)
+            say_once(f"{path} is missing; {WAY_OUT}")
         return None
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
-        logger.warning("%s:%d is damaged and is left out: %s; %s", path, line, error, WAY_OUT)
+        say_once(f"{path}:{line} is damaged and is left out: {error}; {WAY_OUT}")
         return None
     if not content and path.name in _OF_EVERY_RUN:
         say_strange(path)
@@ -132,7 +133,12 @@ def read_record(path: Path, read: Callable[[Any], T], default: T) -> T:
 
 
 def say_strange(path: Path) -> None:
-    logger.warning("%s:1 does not hold what a run writes there, and is left out; %s", path, WAY_OUT)
+    say_once(f"{path}:1 does not hold what a run writes there, and is left out; {WAY_OUT}")
+
+
+@functools.cache  # several parts of a command read a file
+def say_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def jsonable(value: Any) -> Any:

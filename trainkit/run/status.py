@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import logging
 import os
 import shlex
 import signal
@@ -20,9 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
-from trainkit.run.files import WAY_OUT
-
-logger = logging.getLogger(__name__)
+from trainkit.run.files import WAY_OUT, say_once
 
 
 def utc_now() -> str:
@@ -137,14 +134,8 @@ def say_if_changed(path: Path) -> None:
     with contextlib.suppress(TrainkitError):  # what is damaged is named by its reader
         records, now = read_status(path.with_name("status.json")).records, digest(path)
         if records.get(path.name, now) != now:
-            say_changed(path)
-
-
-@functools.cache  # once: several parts of a command read it
-def say_changed(path: Path) -> None:
-    logger.warning(
-        "%s is not as the run left it: rows were changed, moved, lost or added; %s", path, WAY_OUT
-    )
+            what = "rows were changed, moved, lost or added"
+            say_once(f"{path} is not as the run left it: {what}; {WAY_OUT}")
 
 
 def exit_reason(code: object) -> str:

@@ -4,6 +4,7 @@ Muon steps the hidden matrices and AdamW everything else; of GaLore and APOLLO a
 the projections, which are objects, as plain values.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -364,13 +365,30 @@ def make_schedule(args: TrainingArguments, optimizer: Any, num_steps: int) -> An
     own: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})
     power, warmup = own.pop("warmup_power", 1), args.get_warmup_steps(num_steps)
     name = args.lr_scheduler_type
+    for key, value in own.items():
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ValueError(f"{key} is {value}, and must be a number from 0 on")
+        if key in ("num_cycles", "num_decay_steps") and float(value) > num_steps:
+            raise ValueError(f"{key} is {value}, and the run has {num_steps} steps")
     schedule: Any = get_scheduler(name, optimizer, warmup, num_steps, own or None)
     if power != 1:
         if not isinstance(schedule, LambdaLR) or not isinstance(power, int | float) or power <= 0:
             raise ValueError("warmup_power is a number above 0, for schedules that warm up")
         shapes: Any = schedule.lr_lambdas
         schedule.lr_lambdas = [partial(_bent, each, power, warmup) for each in shapes]
+    if isinstance(schedule, LambdaLR):
+        _refuse_odd(schedule.lr_lambdas[0], num_steps)
     return schedule
+
+
+def _refuse_odd(shape: Callable[[int], float], num_steps: int) -> None:
+    """Refuse rates below 0 or above the recipe's, and a course that is near 0 most of the time."""
+    rates = {step: shape(step) for step in range(0, num_steps, max(num_steps // 1000, 1))}
+    for step, rate in rates.items():
+        if not -1e-6 <= rate <= 1 + 1e-6:
+            raise ValueError(f"the rate of step {step + 1} would be {rate:.4g} times learning_rate")
+    if 2 * sum(rate < 1e-3 for rate in rates.values()) > len(rates) + 1:
+        raise ValueError("at most steps it would be less than a thousandth of learning_rate")
 
 
 def _bent(shape: Callable[[int], float], power: float, warmup: int, step: int) -> float:

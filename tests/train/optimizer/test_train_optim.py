@@ -217,6 +217,30 @@ def test_a_warm_up_can_be_bent_and_the_course_behind_it_stays(name, tmp_path):
     assert rates[True][4:] == rates[False][4:]
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("cosine_with_restarts", {"num_cycles": 1e9}),
+        ("cosine_with_restarts", {"num_cycles": -1}),
+        ("cosine", {"num_cycles": float("nan")}),
+        ("polynomial", {"power": 1e9, "lr_end": 0.0}),
+        ("polynomial", {"lr_end": -1.0}),
+        ("cosine_with_min_lr", {"min_lr": 5}),
+        ("cosine_with_min_lr", {"min_lr_rate": 7}),
+        ("inverse_sqrt", {"timescale": -5}),
+        ("warmup_stable_decay", {"num_decay_steps": 1000}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 9}),
+        ("reduce_lr_on_plateau", {"patience": -3}),
+    ],
+)
+def test_a_schedule_that_cannot_be_meant_is_refused(name, own, tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    given = {"lr_scheduler_type": name, "lr_scheduler_kwargs": own, "eval_strategy": "steps"}
+    args = TrainingArguments(output_dir=str(tmp_path), warmup_steps=1, **given)
+    with pytest.raises(ValueError, match=r"number from 0 on|the run has|learning.rate"):
+        make_schedule(args, optimizer, 12)
+
+
 def test_a_warm_up_of_a_schedule_without_one_is_refused(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     given = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
