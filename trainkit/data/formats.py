@@ -766,7 +766,7 @@ def read_row(
 ) -> ParsedRow:
     """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
 
-    Placeholders that the model itself has are ``known``: its images' reader judges them.
+    What reads its images judges the placeholders that are ``known``.
     """
     parsed = parse_row(row, name, columns, asks=asks, images=images)
     for text_row in parsed.conversations if isinstance(parsed, Comparison) else (parsed,):

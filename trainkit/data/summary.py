@@ -257,9 +257,9 @@ def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _marks(file: Mapping[str, Any]) -> set[Any]:
-    """What tells a file: its bytes, its samples (those of a compressed copy, too), its place."""
+    """Its bytes, its samples (those of a compressed copy, too), its place."""
     found = {file.get("sha256"), file.get("samples_sha256")} - {None}
-    with contextlib.suppress(OSError):  # the name of a data set of the hub
+    with contextlib.suppress(OSError):  # of the hub
         stat = Path(file["path"]).stat()
         found.add((stat.st_dev, stat.st_ino))
     return found

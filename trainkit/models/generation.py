@@ -37,10 +37,7 @@ _JUDGES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def check_settings(settings: GenerationConfig, where: str) -> None:
-    """Refuse settings that no answer can be written with, before any is, or a model is trained.
-
-    A 0 switches a setting off, a penalty aside, and the temperature of what is drawn.
-    """
+    """Refuse settings that no answer can be written with; a 0 switches most of them off."""
     needed = {"repetition_penalty", *(["temperature"] if settings.do_sample else [])}
     for name, judge in _JUDGES.items():
         value = getattr(settings, name)

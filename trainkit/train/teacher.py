@@ -82,11 +82,7 @@ def _frozen(recipe: Recipe, source: ModelOptions, device: torch.device) -> Built
 
 
 def refuse_unfit_teacher(recipe: Recipe, tokenizer: Any) -> str | None:
-    """Before anything is built, hold a teacher's tokens and context against what the student has.
-
-    Returns:
-        what to say of rows that may be longer than it ever read.
-    """
+    """Before anything is built, hold a teacher's tokens and context against the student's."""
     if recipe.distill is None or recipe.distill.teacher is None:
         return None
     source = _source_of_teacher(recipe, recipe.distill)
