@@ -8,6 +8,9 @@ import pytest
 import torch
 from exported import merging_tokenizer
 from pictures import make_model_directory
+from safetensors import safe_open
+from tiny import make_adapter
+from transformers import AutoModelForImageTextToText
 
 from trainkit.cli.app import main
 from trainkit.errors import CheckpointError
@@ -50,6 +53,38 @@ def test_llama_cpp_sees_what_the_trained_model_sees(model_type, tmp_path):
     # 16 x 16 to 40 x 40 pixels, of 8 x 8 a token: what the processor's file says.
     limits = "--image-min-tokens 4 --image-max-tokens 25"
     assert (limits in certificate["command"]) == (model_type != "gemma3")
+
+
+SEEN = {"qwen3_vl": "model.visual.", "gemma3": "model.vision_tower."}
+
+
+@pytest.mark.parametrize("model_type", SEEN)
+def test_adapters_are_served_by_the_wrappers_names_and_those_of_a_tower_are_refused(
+    model_type, tmp_path, capsys
+):
+    base = tmp_path / "base"
+    base.mkdir()
+    make_model_directory(model_type, base, tokenizer=merging_tokenizer())
+    for place, targets in (
+        ("text", r".*language_model.*(q_proj|v_proj|down_proj)"),
+        ("tower", r".*(language_model|vis).*(q_proj|v_proj|qkv|linear_fc2)"),
+    ):
+        model = AutoModelForImageTextToText.from_pretrained(base)
+        make_adapter(model, tmp_path / place, targets)
+        words = [
+            "export",
+            "vllm",
+            str(tmp_path / place),
+            str(tmp_path / f"{place}-out"),
+            "--as-adapter",
+        ]
+        code = main([*words, "--base-model", str(base)])
+        said = capsys.readouterr().err
+        assert (code != 0) == (place == "tower"), said
+    assert "--enable-tower-connector-lora" in said
+    assert SEEN[model_type] in said
+    with safe_open(tmp_path / "text-out" / "adapter_model.safetensors", "pt") as file:
+        assert all(".model.language_model.layers." in name for name in file.keys())  # noqa: SIM118
 
 
 def test_a_server_that_sees_other_pictures_is_refused():

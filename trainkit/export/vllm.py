@@ -47,6 +47,8 @@ _FAMILIES = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 phi3 granite olmo2 smollm3 "
     "starcoder2 cohere"
 )
+_SEEING = "qwen2_vl qwen2_5_vl qwen3_vl gemma3 mistral3"
+"""Types that see, whose classes in vLLM know adapters by the names that transformers gives."""
 _EXPERTS = "qwen2_moe qwen3_moe"
 """Types whose experts vLLM has adapters for, one by one: it asserts all three of each expert."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -99,10 +101,16 @@ def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
             yield f"{key}: {reason}"
     if adapter.config.get("bias", "none") != "none":
         yield "bias: vLLM takes no biases of an adapter"
-    if model_type not in (*_FAMILIES.split(), *_EXPERTS.split()):
+    if model_type not in (*_FAMILIES.split(), *_SEEING.split(), *_EXPERTS.split()):
         yield f"adapters over {model_type} models are not known to be served"
-    leaves = {name.rpartition(".")[2] for name in adapter.modules} - {*_MODULES.split()}
-    if leaves:
+    is_text = model_type not in _SEEING.split()
+    text = {name for name in adapter.modules if is_text or ".language_model." in name}
+    if seeing := sorted(adapter.modules.keys() - text):
+        yield (
+            f"{len(seeing)} adapters are of what sees ({seeing[0]}), which vLLM passes over unless "
+            "it runs with --enable-tower-connector-lora, an experiment of its own"
+        )
+    if leaves := {name.rpartition(".")[2] for name in text} - {*_MODULES.split()}:
         yield f"vLLM has no adapters for {', '.join(sorted(leaves))}"
     experts = [name.rpartition(".")[2] for name in adapter.modules if ".experts." in name]
     if experts and model_type not in _EXPERTS.split():
