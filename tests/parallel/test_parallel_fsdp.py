@@ -83,7 +83,7 @@ def test_a_run_writes_what_ddp_writes(kind, trained):
     assert (ours / "generation_eval.json").exists()
 
 
-@pytest.mark.sample("full-*", "nf4-2")
+@pytest.mark.sample("full-*")
 @pytest.mark.parametrize(("kind", "num_ranks"), [("full", 2), ("full", 4), ("lora", 2), ("nf4", 2)])
 def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(kind, num_ranks, trained, project):
     run = trained(kind, "fsdp2")
