@@ -269,6 +269,7 @@ def test_a_models_settings_that_no_answer_comes_of_are_refused_before_any(
         ({"bad_words_ids": [[99999]]}, "99999"),
         ({"exponential_decay_length_penalty": [1]}, "index"),
         ({"num_return_sequences": 3, "do_sample": True}, None),
+        ({"repetition_penalty": 1, "temperature": 1, "do_sample": True, "top_p": 1}, None),
         ({"return_dict_in_generate": True}, None),
     ],
 )

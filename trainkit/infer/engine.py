@@ -34,10 +34,10 @@ from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, run_settings, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.context import context_of
-from trainkit.models.generation import check_settings, generate_rows
+from trainkit.models.generation import generate_rows
 from trainkit.models.linears import not_finite, packed_kind, quantization_config
 from trainkit.models.loading import TORCH_DTYPES, device_named, load_model, set_use_cache
-from trainkit.models.tokenizer import check_exists, load_config, load_tokenizer
+from trainkit.models.tokenizer import check_exists, check_settings, load_config, load_tokenizer
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.train.images import vision_of
 

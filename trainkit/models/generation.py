@@ -1,7 +1,7 @@
 """What a model writes behind several prompts at once."""
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,51 +9,14 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from trainkit.auto_class import without_adapters
-from trainkit.errors import ModelError
 from trainkit.evaluation_mode import changed
 from trainkit.models.context import table_of
-
-_JUDGES: Mapping[str, Callable[[Any], Any]] = {
-    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "typical_p": TypicalLogitsWarper,
-    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
-}
-
-
-def check_settings(settings: GenerationConfig, where: str) -> None:
-    """Refuse settings that no answer can be written with; a 0 switches most of them off."""
-    needed = {"repetition_penalty", *(["temperature"] if settings.do_sample else [])}
-    for name, judge in _JUDGES.items():
-        value = getattr(settings, name)
-        if value or (value is not None and name in needed):
-            try:
-                judge(value)
-            except (ValueError, TypeError) as error:
-                raise unusable(f"{name}: {error}", where) from None
-
-
-def unusable(what: str, where: str) -> ModelError:
-    return ModelError(
-        f"the model's generation settings cannot be used: {what}"[:400],
-        where=where,
-        fix="correct generation_config.json, or remove it",
-    )
+from trainkit.models.tokenizer import unusable
 
 
 def generate_rows(

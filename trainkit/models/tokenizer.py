@@ -6,6 +6,7 @@ Errors say what is missing and what to do.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from trainkit.models.files import (
     refuse_counts,
     with_sound_normalizer,
 )
-from trainkit.models.generation import check_settings
 from trainkit.options.model import ModelOptions
 from trainkit.places import local_path, regular, regular_files
 
@@ -171,6 +171,38 @@ def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens
 def new_tokens(source: ModelOptions) -> NewTokens:
     plain = source.replace(add_tokens=None, add_special_tokens=None, special_tokens={})
     return teach(load_tokenizer(plain), source)
+
+
+_BOUNDS: Mapping[str, tuple[type[int] | type[float], float]] = {
+    "repetition_penalty": (float, math.inf),
+    "temperature": (float, math.inf),
+    "top_k": (int, math.inf),
+    "top_p": (float, 1.0),
+    "min_p": (float, 1.0),
+    "typical_p": (float, 1.0),
+    "no_repeat_ngram_size": (int, math.inf),
+}
+"""The kind and the largest of settings above 0, as transformers takes them."""
+
+
+def check_settings(settings: GenerationConfig, where: str) -> None:
+    """Refuse settings that no answer can be written with; a 0 switches most of them off."""
+    needed = {"repetition_penalty", *(["temperature"] if settings.do_sample else [])}
+    for name, (kind, most) in _BOUNDS.items():
+        value = getattr(settings, name)
+        if value is None or value == 1 or (not value and name not in needed):
+            continue
+        if not isinstance(value, kind) or not 0 < value <= most:
+            bound = "" if most == math.inf else f", up to {most:g}"
+            raise unusable(f"{name}: {value!r} is no {kind.__name__} above 0{bound}", where)
+
+
+def unusable(what: str, where: str) -> ModelError:
+    return ModelError(
+        f"the model's generation settings cannot be used: {what}"[:400],
+        where=where,
+        fix="correct generation_config.json, or remove it",
+    )
 
 
 def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
