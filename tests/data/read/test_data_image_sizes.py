@@ -54,7 +54,7 @@ SIZES = [(20, 30), (70, 40), (40, 70), (9, 9), (61, 59)]
         ({"multiple_of": 8, "max_width": 24}, by_multiple),
         (SETTINGS, lambda image: image),
     ],
-    ids=["pixels", "width", "processor"],
+    ids=["pixels", "width", "multiple", "processor"],
 )
 def test_tokens_and_pixels_are_those_of_scaled_images(tmp_path, given, by_hand):
     source = ModelOptions(str(make_model_directory("qwen2_5_vl", tmp_path)))
