@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 62_263, "words": 9_780},
+    "trainkit": {"files": 380, "code": 62_262, "words": 9_780},
     "tests": {"code": 43_574},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 3_107},

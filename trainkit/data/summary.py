@@ -240,28 +240,26 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
 
 def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for every file that is there twice: by another path, a link, or as a copy."""
-    groups: list[tuple[set[Any], list[str]]] = []
+    groups: dict[Any, list[str]] = {}
     for file in files:
-        mine = _marks(file)
-        marks, names = next((group for group in groups if group[0] & mine), (set(), []))
-        if not names:
-            groups.append((marks, names))
-        marks |= mine
+        marks = _marks(file)
+        names = next((groups[mark] for mark in marks if mark in groups), [])
         names.append(f"{file['path']} (source {file['source']})")
+        groups |= dict.fromkeys(marks, names)
     return [
         f"the same rows are read {len(names)} times: {', '.join(names)}; list each file once "
         "(epochs repeats a source's rows on purpose)"
-        for _, names in groups
+        for names in {id(names): names for names in groups.values()}.values()
         if len(names) > 1
     ]
 
 
-def _marks(file: Mapping[str, Any]) -> set[Any]:
+def _marks(file: Mapping[str, Any]) -> list[Any]:
     """Its bytes, its samples (those of a compressed copy, too), its place."""
-    found = {file.get("sha256"), file.get("samples_sha256")} - {None}
+    found: list[Any] = [file[key] for key in ("sha256", "samples_sha256") if file.get(key)]
     with contextlib.suppress(OSError):  # of the hub
         stat = Path(file["path"]).stat()
-        found.add((stat.st_dev, stat.st_ino))
+        found.append((stat.st_dev, stat.st_ino))
     return found
 
 
@@ -269,8 +267,8 @@ def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None
     """A warning where files are evaluated that are trained on: the same content, or path."""
     if evaluation is None:
         return []
-    trained = set().union(*map(_marks, train["files"]))
-    both = [file["path"] for file in evaluation["files"] if _marks(file) & trained]
+    trained: set[Any] = set().union(*map(_marks, train["files"]))
+    both = [file["path"] for file in evaluation["files"] if trained.intersection(_marks(file))]
     if not both:
         return []
     return [

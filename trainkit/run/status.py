@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainkit.digests import digest_of
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
@@ -125,15 +126,15 @@ def _shape() -> TypeAdapter[Status]:
 def digest(path: Path) -> str | None:
     """Of a file's content; None without one."""
     with contextlib.suppress(FileNotFoundError):
-        return hashlib.sha256(regular(path, RunDirectoryError).read_bytes()).hexdigest()
+        return digest_of(regular(path, RunDirectoryError), hashlib.sha256)
     return None
 
 
 def say_if_changed(path: Path) -> None:
     """Say so where a file of a run that ended is not the one that it left."""
     with contextlib.suppress(TrainkitError):  # what is damaged is named by its reader
-        records, now = read_status(path.with_name("status.json")).records, digest(path)
-        if records.get(path.name, now) != now:
+        records = read_status(path.with_name("status.json")).records
+        if path.name in records and records[path.name] != digest(path):
             what = "rows were changed, moved, lost or added"
             say_once(f"{path} is not as the run left it: {what}; {WAY_OUT}")
 
