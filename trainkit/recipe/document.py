@@ -56,11 +56,11 @@ class Document:
     lines: dict[KeyPath, int]
 
 
-def read_document(path: Path) -> Document:
-    """Read a recipe file."""
+def text_of(path: Path) -> str:
+    """The text of a recipe file."""
     try:
         content = regular(path, RecipeError).read_bytes()
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise RecipeError(
             f"there is no recipe at {path.absolute()}",
@@ -76,6 +76,11 @@ def read_document(path: Path) -> Document:
             where=f"{path}:{line}",
             fix="save the file as UTF-8",
         ) from error
+
+
+def read_document(path: Path) -> Document:
+    """Read a recipe file."""
+    text = text_of(path)
     if text.startswith(RECORD[0]) and not text.endswith(RECORD[1]):
         raise RecipeError(
             "its end is lost, and values with it", where=str(path), fix="take it from a copy"

@@ -1,5 +1,6 @@
 """What another tool's file says, the tables it is read by, and the recipe in the making."""
 
+import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -31,31 +32,24 @@ def tool_table(name: str, variant: str = "") -> dict[str, Any]:
     """
     if variant:
         under = tool_table(name)
-        return _over(under, under["variants"][variant])
+        return _over(under, dict(under["variants"][variant]))
     own = dict(table(f"tools/{name}"))
     base = own.get("based_on")
-    return _over(tool_table(base) if base else {"idle": {}, "refused": {}}, own)
+    return _over(tool_table(base) if base else {}, own)
 
 
-def _over(under: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """One table over another: keys of its parts win, and what is idle or refused adds up."""
+def _over(under: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """One table over another, whose keys win; what is idle or refused is by key there."""
+    whys = {part: own.get(part, {}).items() for part in ("idle", "refused")}
+    own |= {part: {key: why for why, keys in rows for key in keys} for part, rows in whys.items()}
+    judged = ("expected", "idle", "refused")
+    mine = {key for part in ("keys", *judged) for key in own.get(part, {})}
     merged = {**under, **own}
-    mine = {key for part in ("keys", "expected") for key in own.get(part, {})}
-    mine |= {
-        key for part in ("idle", "refused") for keys in own.get(part, {}).values() for key in keys
-    }
-    for part in ("keys", "defaults", "expected", "row_formats", "variants"):
+    for part in ("keys", "defaults", "row_formats", "variants", *judged):
         kept = under.get(part, {})
-        if part == "expected":
-            kept = {key: values for key, values in kept.items() if key not in mine}
+        if part in judged:  # what the tool beneath says of a key of this one's
+            kept = {key: said for key, said in kept.items() if key not in mine}
         merged[part] = {**kept, **own.get(part, {})}
-    for part in ("idle", "refused"):
-        both: dict[str, list[str]] = {
-            why: [key for key in keys if key not in mine] for why, keys in under[part].items()
-        }
-        for why, keys in own.get(part, {}).items():
-            both[why] = [*both.get(why, []), *keys]
-        merged[part] = both
     return merged
 
 
@@ -64,8 +58,7 @@ def known_keys(name: str) -> set[str]:
     known = set(tool_table(name).get("training", ()))
     for variant in ("", *tool_table(name)["variants"]):
         rows = tool_table(name, variant)
-        known |= {*rows["keys"], *rows["expected"]}
-        known |= {k for part in ("idle", "refused") for keys in rows[part].values() for k in keys}
+        known |= {key for part in ("keys", "expected", "idle", "refused") for key in rows[part]}
     return known
 
 
@@ -188,19 +181,17 @@ class Draft:
 
     def remove(self, ours: str) -> None:
         """Keys of ours, and their lines; ``lora.*`` is all of a section."""
-        start = ours.removesuffix("*")
-        for key in [
-            key for key in self.ours if key == ours or (ours != start and key.startswith(start))
-        ]:
+        gone = fnmatch.filter(self.ours, ours)
+        for key in gone:
             del self.ours[key]
-        self.lines = [line for line in self.lines if not line.ours.startswith(start)]
+        self.lines = [line for line in self.lines if line.ours.partition(": ")[0] not in gone]
 
     def drop(self, ours: str, why: str) -> None:
         """A value that trainkit refuses."""
         origin = self.origins.pop(ours, "").partition(": ")[2]
-        self.lines = [line for line in self.lines if not line.ours.startswith(f"{ours}: ")]
-        self.lines.append(Line("lost", origin or f"{ours}: {shown(self.ours[ours])}", "", why))
-        del self.ours[ours]
+        lost = Line("lost", origin or f"{ours}: {shown(self.ours[ours])}", "", why)
+        self.remove(ours)
+        self.lines.append(lost)
 
     def _named(self, words: str) -> tuple[str, bool]:
         """Our words as theirs, with their values, and whether their file gives one of them."""

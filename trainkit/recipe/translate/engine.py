@@ -73,7 +73,10 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
     for what, why in theirs.lost:
         draft.lose(what, why)
     for key, expression in theirs.unclear.items():
-        _unclear(draft, rows, key, expression)
+        if key in rows["idle"]:
+            draft.leave(f"{key}: {expression}", "it changes nothing that is learnt")
+        else:
+            draft.lose(f"{key}: {expression}", "only running it would tell its value")
     _classify(draft, rows)
     Rules(draft, rows).run(table("rules")["all"])
     draft.ours.setdefault("kernels", True)
@@ -83,16 +86,18 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
     for key in (key for key in given if key not in draft.said):
         draft.leave(key, "it needs nothing here")
     text = _valid_text(draft, path)
-    lines = tuple(sorted(draft.lines, key=lambda line: line.kind != "lost"))
-    lost = [line for line in lines if line.kind == "lost"]
+    lost = _lost(draft)
     if lost and not lossy:
-        raise RecipeError(
-            "trainkit would not train the same: "
-            + "; ".join(dict.fromkeys(f"{line.theirs} ({line.note})" for line in lost)),
-            where=str(path),
-            fix="change it there, or leave it out here with --lossy",
-        )
-    return Translation(rows["tool"], text, lines)
+        fix = "change it there, or leave it out here with --lossy"
+        raise RecipeError(lost, where=str(path), fix=fix)
+    lines = sorted(draft.lines, key=lambda line: line.kind != "lost")
+    return Translation(rows["tool"], text, tuple(lines))
+
+
+def _lost(draft: Draft) -> str:
+    """All that changes the result and is not here, as a sentence."""
+    lost = dict.fromkeys(f"{e.theirs} ({e.note})" for e in draft.lines if e.kind == "lost")
+    return f"trainkit would not train the same: {'; '.join(lost)}" if lost else ""
 
 
 def _flat(values: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -139,8 +144,7 @@ def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], seen: Mapping[str, Any
 
 def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
     """Keys that are translated alone; the steps read the rest."""
-    idle = {key: why for why, keys in rows["idle"].items() for key in keys}
-    refused = {key: why for why, keys in rows["refused"].items() for key in keys}
+    idle, refused = rows["idle"], rows["refused"]
     for key, value in draft.theirs.items():
         word = rows["keys"].get(key)
         if key not in draft.given and any(each in draft.given for each in draft.keys.get(word, ())):
@@ -176,14 +180,6 @@ def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
             draft.lose(key, refused[key])
 
 
-def _unclear(draft: Draft, rows: Mapping[str, Any], key: str, expression: str) -> None:
-    idle = {each for keys in rows["idle"].values() for each in keys}
-    if key in idle:
-        draft.leave(f"{key}: {expression}", "it changes nothing that is learnt")
-    else:
-        draft.lose(f"{key}: {expression}", "only running it would tell its value")
-
-
 def _number(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"-?\d[\d_]*(\.\d*)?([eE][-+]?\d+)?", value.strip()):
         return float(value) if re.search(r"[.eE]", value) else int(value)
@@ -202,11 +198,8 @@ def _valid_text(draft: Draft, path: Path) -> str:
         named = re.findall(r"[a-z]\w*(?:\.\w+)+", why)
         key = places.get(line) or next((n for n in named if n in draft.ours), None)
         if key is None or key in NEEDED:
-            lost = "; ".join(f"{e.theirs} ({e.note})" for e in draft.lines if e.kind == "lost")
             raise RecipeError(
-                f"trainkit would not train the same: {lost}"
-                if lost
-                else f"what this recipe comes to is refused: {why}",
+                _lost(draft) or f"what this recipe comes to is refused: {why}",
                 where=str(path),
                 fix="change it there, or write a recipe with `trainkit new --model`",
             )
@@ -219,11 +212,8 @@ def _first_problem(text: str) -> tuple[int, str] | None:
         file.write_text(text, encoding="utf-8")
         try:
             load_recipe(file)
-        except InvalidRecipe as error:
-            what, where = error.problems[0].what, error.problems[0].where
-        except RecipeError as error:
-            what, where = error.what, error.where
-        else:
             return None
-    found = re.search(r":(\d+)$", where or "")
-    return (int(found[1]) if found else 0), what.replace(str(file), "the recipe")
+        except RecipeError as error:
+            first = error.problems[0] if isinstance(error, InvalidRecipe) else error
+    found = re.search(r":(\d+)$", first.where or "")
+    return (int(found[1]) if found else 0), first.what.replace(str(file), "the recipe")

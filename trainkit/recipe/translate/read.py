@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.document import parse_value, read_document
+from trainkit.recipe.document import parse_value, read_document, text_of
 from trainkit.recipe.translate.draft import Theirs
 from trainkit.recipe.translate.script import read_script
 
@@ -24,7 +24,9 @@ _TRAINS = ("train", "sft", "pt", "rlhf", "dpo", "grpo", "kto", "rloo", "reward")
 def read_theirs(path: Path) -> Theirs:
     if path.suffix in (".yaml", ".yml"):
         return Theirs(path, read_document(path).values)
-    text = _text(path)
+    if path.is_file() and path.stat().st_size > _LARGEST:
+        raise RecipeError("this is no recipe: it is larger than 16 MiB", where=str(path))
+    text = text_of(path)
     if path.suffix == ".ipynb":
         return read_script(path, cells(path, text))
     if path.suffix == ".py" or re.match(r"(#!.*python|from |import |\"\"\")", text):
@@ -32,18 +34,6 @@ def read_theirs(path: Path) -> Theirs:
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return Theirs(path, _json(path, text))
     return _command(path, text)
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        raise RecipeError("there is no such file", where=str(path))
-    if path.stat().st_size > _LARGEST:
-        raise RecipeError("this is no recipe: it is larger than 16 MiB", where=str(path))
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise RecipeError(f"cannot be read: {reason}", where=str(path)) from error
 
 
 def _json(path: Path, text: str) -> dict[str, Any]:

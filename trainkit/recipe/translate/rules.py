@@ -4,10 +4,12 @@ A rule is a mapping; what its ``if`` does not hold for is passed over, and the r
 order of the table in ``Rules.run``. Expressions are Jinja's, over the tool's words.
 """
 
+import contextlib
 import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -96,10 +98,9 @@ class Rules:
             draft.said.update(draft.keys.get(key, ()), (key,))
         if "take" in rule:
             ours = {self.text(k): self.value(each) for k, each in rule.get("ours", {}).items()}
-            for more in (
-                [rule["more"]] if isinstance(rule.get("more"), str) else rule.get("more", ())
-            ):
-                ours |= self.value(more) or {}
+            more = rule.get("more", ())
+            for each in [more] if isinstance(more, str) else more:
+                ours |= self.value(each) or {}
             draft.take(self.text(rule["take"]), ours, self.text(rule.get("note", "")))
         for kind in ("lose", "leave"):
             if kind in rule:
@@ -128,20 +129,18 @@ class Rules:
 
     def _read(self, name: Any) -> Any:
         """What a file next to the recipe holds: JSON, YAML or lines of JSON (the first one)."""
-        found = beside(self.draft.folder / "x", str(name))
+        found = self._file(name)
         if found is None:
             return None
-        if found.suffix in (".yaml", ".yml"):
-            return yaml.safe_load(found.read_text(encoding="utf-8")) or {}
-        text = found.read_text(encoding="utf-8")
-        try:
+        text = Path(found).read_text(encoding="utf-8")
+        if found.endswith((".yaml", ".yml")):
+            return yaml.safe_load(text) or {}
+        with contextlib.suppress(ValueError):
             return json.loads(text)
-        except ValueError:
-            lines = [line for line in text.split("\n") if line.strip()]
-        try:
+        lines = [line for line in text.split("\n") if line.strip()]
+        with contextlib.suppress(ValueError, IndexError):
             return [json.loads(lines[0])] * len(lines)
-        except (ValueError, IndexError):
-            return None
+        return None
 
 
 def globs(expression: str) -> list[str | None]:

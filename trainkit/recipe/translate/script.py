@@ -5,6 +5,7 @@ import contextlib
 import json
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ class Script:
         self.names: dict[str, Any] = {}
         self.functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-        self.idle = {n.name for n in classes if _body(n) in _idle_callbacks()}
+        idle = list(map(_body, ast.parse("".join(tool_table("unsloth")["callbacks"])).body))
+        self.idle = {n.name for n in classes if _body(n) in idle}
         self.trainers: list[Thing] = []
         self.lost: list[tuple[str, str]] = []
         self.noted: list[tuple[str, str]] = []
@@ -187,10 +189,9 @@ class Script:
 
     def run(self, body: list[ast.stmt]) -> None:
         for node in body:
-            if isinstance(node, ast.Assign):
-                self._assign(node.targets[0], self.value(node.value))
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                self._assign(node.target, self.value(node.value))
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                self._assign(target, self.value(node.value))
             elif isinstance(node, ast.Expr):
                 self.value(node.value)
             elif isinstance(node, ast.If):
@@ -220,10 +221,8 @@ class Script:
                 self._assign(each, Unknown(ast.unparse(each)))
 
     def _touches(self, node: ast.stmt) -> bool:
-        names = {
-            _name(n.func).rpartition(".")[2] for n in ast.walk(node) if isinstance(n, ast.Call)
-        }
-        return bool(names & _SETS_UP)
+        calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+        return any(_name(each.func).rpartition(".")[2] in _SETS_UP for each in calls)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -283,17 +282,14 @@ class Script:
                 with contextlib.suppress(ZeroDivisionError, OverflowError):
                     found = _ARITHMETIC[type(node.op)](*plain)
                     return Share(found) if Share in map(type, sides) else found
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            left, right = _text(self.value(node.left)), _text(self.value(node.right))
-            if isinstance(left, Text) and isinstance(right, Text):
-                return Text((*left.parts, *right.parts))
-        if isinstance(node, ast.JoinedStr):
-            parts = [
-                self.value(each.value) if isinstance(each, ast.FormattedValue) else self.value(each)
-                for each in node.values
-            ]
-            if all(isinstance(_text(part), Text) for part in parts):
-                return Text(tuple(p for part in parts for p in _text(part).parts))
+        if isinstance(node, ast.FormattedValue):
+            return self.value(node.value)
+        if isinstance(node, ast.JoinedStr) or (
+            isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+        ):
+            sides = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
+            if (text := _joined(map(self.value, sides))) is not None:
+                return text
         if isinstance(node, ast.ListComp) and len(node.generators) == 1:
             many = self.value(node.generators[0].iter)
             if isinstance(many, Thing) and many.kind == "rows":
@@ -408,9 +404,8 @@ class Script:
             if name == "add_callback" and made & self.idle:
                 return owner
             if name in _CHANGES:
-                self.lost.append(
-                    (f"{ast.unparse(node.func)}(...)", "it may change what is trained")
-                )
+                what = f"{ast.unparse(node.func)}(...)"
+                self.lost.append((what, "it may change what is trained"))
             return None
         held = owner.values
         if name == "map":
@@ -451,7 +446,8 @@ class Script:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
         for known in table("functions"):
             body = ast.parse(known.get("def", "pass")).body[0]
-            if function and isinstance(body, ast.FunctionDef) and _same(body, function):
+            whole = [ast.dump(function.args), *_body(function)] if function else []
+            if isinstance(body, ast.FunctionDef) and whole == [ast.dump(body.args), *_body(body)]:
                 return {key: Made(text) for key, text in known["makes"].items()}
         inner = Script(ast.Module([], []), self.path)
         taker = node if isinstance(node, ast.Lambda) else function
@@ -532,7 +528,7 @@ class Script:
         quantised = values.pop("quantization_config", trainer.pop("quantization_config", None))
         values |= quantised.values if isinstance(quantised, Thing) else {}
         if isinstance(collator := trainer.get("data_collator"), Thing):
-            for key in collator.values.keys() - {"resize"}:
+            for key in sorted(collator.values.keys() - {"resize"}):
                 theirs.lost.append((key, f"the collator's {key} is not known here"))
             trainer |= {"data_collator": None, "sees": True, "resize": collator.values["resize"]}
         values |= trainer
@@ -564,35 +560,22 @@ class Script:
             values["eval_rows"] = _rows(given, values, theirs)
         for key, held in values.items():
             value = _plain(held)
-            if isinstance(value, Unknown) or (
-                isinstance(value, list) and any(isinstance(v, Unknown) for v in value)
-            ):
-                theirs.unclear[key] = value.expression if isinstance(value, Unknown) else str(key)
+            parts = value if isinstance(value, list) else [value]
+            if unclear := [part.expression for part in parts if isinstance(part, Unknown)]:
+                theirs.unclear[key] = unclear[0]
             elif not isinstance(value, Thing):
                 theirs.values[key] = value
 
 
-def _same(known: ast.FunctionDef, function: ast.FunctionDef) -> bool:
-    return [ast.dump(known.args), *_body(known)] == [ast.dump(function.args), *_body(function)]
-
-
-def _body(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-    return [ast.dump(each) for each in node.body]
-
-
-def _idle_callbacks() -> list[list[str]]:
-    texts = tool_table("unsloth")["callbacks"]
-    return [
-        _body(node) for node in ast.parse("".join(texts)).body if isinstance(node, ast.ClassDef)
-    ]
+def _body(node: ast.stmt) -> list[str]:
+    return [ast.dump(each) for each in getattr(node, "body", ())]
 
 
 def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     turns = args[0] if args else words.pop("conversation", None)
-    tools = words.pop("tools", None)
-    if words.pop("tokenize", False) or words.pop("add_generation_prompt", False):
-        return Unknown(ast.unparse(node))
-    if words or tools not in (None, [], Column("tools")):
+    tools = words.pop("tools", None) in (None, [], Column("tools"))
+    asks = words.pop("tokenize", False) or words.pop("add_generation_prompt", False)
+    if asks or words or not tools:
         return Unknown(ast.unparse(node))
     if isinstance(turns, Thing) and turns.kind == "rows":
         return turns.with_column("text", Chat(turns.values["columns"].get("text")))
@@ -606,26 +589,25 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, str | Column):
-        return Text((value,))
-    return value
+    return Text((value,)) if isinstance(value, str | Column) else value
+
+
+def _joined(values: Iterable[Any]) -> Text | None:
+    """Texts and columns as one text; None where something else is among them."""
+    texts = [_text(value) for value in values]
+    if not all(isinstance(text, Text) for text in texts):
+        return None
+    return Text(tuple(part for text in texts for part in text.parts))
 
 
 def _format(text: Text, args: list[Any], words: dict[str, Any]) -> Any:
     whole = "".join(part for part in text.parts if isinstance(part, str))
     places = re.split(r"\{(\w*)\}", whole.replace("{{", "\0").replace("}}", "\1"))
-    values: list[Any] = []
+    parts: list[Any] = [each.replace("\0", "{").replace("\1", "}") for each in places]
     for number, name in enumerate(places[1::2]):
-        value = words.get(name, args[int(name) if name.isdigit() else number] if args else None)
-        values.append(_text(value))
-    if not all(isinstance(value, Text) for value in values):
-        return Unknown("format")
-    parts: list[Any] = [places[0]]
-    for value, after in zip(values, places[2::2], strict=True):
-        parts += [*value.parts, after]
-    return Text(
-        tuple(p.replace("\0", "{").replace("\1", "}") if isinstance(p, str) else p for p in parts)
-    )
+        place = int(name) if name.isdigit() else number
+        parts[2 * number + 1] = words.get(name, args[place] if place < len(args) else None)
+    return _joined(parts) or Unknown("format")
 
 
 def _apart(value: Any, images: set[str]) -> Any:
@@ -655,7 +637,7 @@ def _json(value: Any) -> str | None:
         return "{" + ", ".join(f"{json.dumps(key)}: {each}" for key, each in pairs) + "}"
     if isinstance(value, Column | Text):
         parts = _text(value).parts
-        if not all(str(getattr(p, "name", p)).isidentifier() or isinstance(p, str) for p in parts):
+        if not all(isinstance(p, str) or getattr(p, "name", "").isidentifier() for p in parts):
             return None
         texts = [p.name if isinstance(p, Column) else json.dumps(p) for p in parts]
         whole = texts[0] if len(texts) == 1 else f"({' ~ '.join(texts)})"
@@ -688,16 +670,11 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
             source = {"path": there[1], "files": [there[2]]} if there else {"path": plain[0]}
         else:
             source["files"] = plain
-    if named.get("name"):
-        source["subset"] = named["name"]
-    if named.get("split") not in (None, "train"):
-        source["split"] = named["split"]
     if rows.values.get("drawn"):
         theirs.lost.append(("train_test_split", "it chooses or changes rows"))
-    if "most" in rows.values:
-        source["max_samples"] = rows.values["most"]
-    if "epochs" in rows.values:
-        source["epochs"] = rows.values["epochs"]
+    source |= {"subset": named.get("name") or None, "split": named.get("split")}
+    source |= {"max_samples": rows.values.get("most"), "epochs": rows.values.get("epochs")}
+    source = {k: v for k, v in source.items() if v is not None and (k, v) != ("split", "train")}
     unclear = [v for v in source.values() if isinstance(v, Unknown)]
     if unclear:
         theirs.lost.append((f"load_dataset({unclear[0].expression})", "only running it would tell"))
@@ -738,22 +715,23 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
     if isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], list):
         shape = shape[0]
     images: set[str] = set()
-    shape = _apart(shape, images) if isinstance(shape, list) else shape
+    shape = _apart(shape, images)
     turns = _json(shape) if isinstance(shape, list | Made) else None
     if turns is not None and len(images) < 2:
         columns = {"messages": turns, **dict(zip(["images"], images, strict=False))}
         return {"format": "messages", "columns": columns, "shape": "chat"}
     if isinstance(shape, Text | Column):
         parts = _text(shape).parts
-        text = "".join(
-            "" if p is None else f"{{{{ {p.name} }}}}" if isinstance(p, Column) else p
-            for p in parts
-        )
+        shown = [f"{{{{ {p.name} }}}}" if isinstance(p, Column) else p or "" for p in parts]
         if theirs.tool == "unsloth" and parts[-1] is not None:
             theirs.values["end_texts"] = False
         literal = "".join(part for part in parts if isinstance(part, str))
         known = all(part is None or isinstance(part, str | Column) for part in parts)
         if known and None not in parts[:-1] and not re.search(r"\{[{%#]", literal):
-            return {"format": "template", "columns": {"completion": text}, "shape": "text"}
+            return {
+                "format": "template",
+                "columns": {"completion": "".join(shown)},
+                "shape": "text",
+            }
     theirs.lost.append(("map(...)", "rows are made in a way that cannot be followed"))
     return {}
