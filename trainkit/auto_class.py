@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ def refuse_scalar_head(architectures: object, where: str) -> None:
 def empty_model(
     config: transformers.PreTrainedConfig, *, trust_remote_code: bool, **options: Any
 ) -> Any:
-    """The model on the meta device: modules and shapes, no memory.
+    """The model on the meta device: modules and shapes, no memory. ``config`` stays as it is.
 
     Whether its own code may run is always said: left out, transformers would ask the terminal.
     """
     with torch.device("meta"):
         return auto_class(config).from_config(
-            config, trust_remote_code=trust_remote_code, **options
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, **options
         )
 
 

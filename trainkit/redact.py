@@ -197,7 +197,7 @@ def _redact(value: Any, secrets: Sequence[str], is_secret: bool = False) -> Any:
 
 def redact_argv(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """Redact a command line: ``--hub-token X``, ``training.hub_token=X``, URLs, known values."""
-    redacted: list[str] = []
+    redacted, secrets = list[str](), secret_values(environ)
     hide_next = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
@@ -206,6 +206,6 @@ def redact_argv(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
         elif equals and is_secret_name(name):
             redacted.append(f"{name}={REDACTED}")
         else:
-            redacted.append(redact_text(argument, environ))
+            redacted.append(_redact_text(argument, secrets))
         hide_next = argument.startswith("-") and not equals and is_secret_name(argument)
     return redacted

@@ -7,6 +7,12 @@ import pytest
 from trainkit.data import DataOptions, Ledger, Source, prepare
 
 
+@pytest.fixture(autouse=True)
+def _the_fast_way_of_a_tokenizer(monkeypatch):
+    """As for the rows of a large file."""
+    monkeypatch.setattr("trainkit.data.encode.PROVED_FROM", 0)
+
+
 @pytest.fixture
 def write(tmp_path):
     """Write rows as JSON lines (or bytes as they are) and return the path."""

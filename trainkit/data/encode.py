@@ -64,6 +64,9 @@ MAX_CACHED_CHUNK = 24
 MAX_WORDS = 1_000_000
 """The memory of words is emptied beyond this; about 150 MB."""
 
+PROVED_FROM = 1_000_000
+"""Characters: the proof takes as long as to encode so many the plain way."""
+
 NUM_TRIALS = 400
 MAX_OWN_TRIALS = 2000
 
@@ -278,6 +281,7 @@ class Encoder:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._num_characters = 0  # encoded so far
         # Tokens such as Phi-3's <|end|> take the blanks around them along.
         self._greedy = {
             index: token.content
@@ -287,7 +291,7 @@ class Encoder:
 
     @functools.cached_property
     def _ascii(self) -> AsciiBpe | None:
-        """The fast way; proving it takes a second, which cached data never needs."""
+        """The fast way; proving it takes a second, which cached and small data never need."""
         return find_ascii_bpe(self._backend)
 
     def encode(
@@ -303,7 +307,9 @@ class Encoder:
         rendered.
         """
         results: list[Encoded | None] = [None] * len(texts)
-        if self._ascii is not None and not add_special_tokens:
+        self._num_characters += sum(map(len, texts))
+        is_long = self._num_characters >= PROVED_FROM and not add_special_tokens
+        if is_long and self._ascii is not None:
             for place, (text, wanted) in enumerate(zip(texts, spans, strict=True)):
                 words = self._ascii.encode(text)
                 found = [words.tokens(start, end) for start, end in wanted]

@@ -5,6 +5,7 @@ The device that a command line names.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,7 @@ def load_model(
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
     alone: bool = False,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load, or with ``init: random`` build, the model with the recipe's new tokens, without cache.
 
@@ -174,11 +176,13 @@ def load_model(
         load_part: loads what this rank holds of the model; the rest is on the meta device.
         reads_parts: whether ranks read their parts of a model on the meta device, returned then.
         alone: as transformers' class of text alone, see `text_alone`; parts of a model are.
+        config: the model's own, where it is known; it stays as it is.
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
     with explained(source, "model"):
-        config = text_alone(load_config(source), alone or load_part is not None)
+        config = copy.deepcopy(config) or load_config(source)
+        config = text_alone(config, alone or load_part is not None)
         unpacked = _unpacked(config, options)
         quantization = _sparing(quantization, config, source, lora, unpacked) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code

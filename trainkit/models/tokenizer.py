@@ -101,11 +101,14 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
     )
 
 
-def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: ModelOptions, config: PreTrainedConfig | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the recipe's tokens; `config` is the model's, where it is known."""
     source_path, options = from_pretrained_arguments(source)
     directory = with_sound_normalizer(Path(source_path))
     with explained(source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source_path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source_path, config=config, **options)
     if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
         check_tokenizer_files(directory, tokenizer)
     if tokenizer is None or not len(tokenizer):
@@ -205,7 +208,7 @@ def unusable(what: str, where: str) -> ModelError:
     )
 
 
-def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
+def stop_token_ids(source: ModelOptions, config: PreTrainedConfig | None = None) -> tuple[int, ...]:
     """What the model's own generation settings stop at; empty where it has none."""
     source_path, options = from_pretrained_arguments(source)
     if "gguf_file" in options:
@@ -224,7 +227,7 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
     check_settings(settings, source.name_or_path)
     stops = settings.eos_token_id
     found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
-    size = getattr(load_config(source).get_text_config(), "vocab_size", None) or MOST
+    size = getattr((config or load_config(source)).get_text_config(), "vocab_size", None) or MOST
     for stop in found:
         if not isinstance(stop, int) or not 0 <= stop < size:
             raise ModelError(

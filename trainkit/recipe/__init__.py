@@ -20,6 +20,7 @@ from trainkit.recipe.load import (
     load_recipe,
     option_values,
     read_chat_template,
+    shown,
     yaml_text,
 )
 from trainkit.recipe.schema import Recipe
@@ -45,5 +46,6 @@ __all__ = [
     "read_chat_template",
     "recipe_json_schema",
     "resolve_accumulation",
+    "shown",
     "yaml_text",
 ]

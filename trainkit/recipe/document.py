@@ -379,11 +379,11 @@ class Settings:
 
     def refuse_secrets(self) -> None:
         """A value that the run's records would hold without its secret could not be resumed."""
-        for path in self.origins:
-            value = _at(self.values, path)
+        values = {path: _at(self.values, path) for path in self.origins}
+        for (path, value), redacted in zip(values.items(), redact([*values.values()]), strict=True):
             if isinstance(value, dict) or is_secret_name(str(path[-1])):
                 continue
-            if str(redact(value)) != str(value) or REDACTED in str(value):
+            if str(redacted) != str(value) or REDACTED in str(value):
                 key = ".".join(map(str, path))
                 raise RecipeError(
                     f"{key} holds a secret, which the records of a run leave out",

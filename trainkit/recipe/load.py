@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -45,13 +45,12 @@ class ResolvedValue:
     is_derived: bool = False
     is_of_machine: bool = False
 
-    @property
-    def shown(self) -> Any:
-        """The value, or ``<redacted>`` where its key says that it is a secret."""
-        if self.value is None or isinstance(self.value, int | float):
-            return self.value  # hides nothing, and most are
-        key = self.key.rpartition(".")[2]
-        return redact({key: self.value})[key]
+
+def shown(values: Iterable[ResolvedValue]) -> Iterator[tuple[ResolvedValue, Any]]:
+    """Each with what may be shown of it: ``<redacted>`` where its key or its text is secret."""
+    values = [*values]
+    pairs = redact([{value.key.rpartition(".")[2]: value.value} for value in values])
+    return ((value, *pair.values()) for value, pair in zip(values, pairs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,9 @@ class LoadedRecipe:
                 is_on = other.value not in (None, False, "no", "none", [], ["none"])
                 acts = (True in needed and is_on) or any(word in needed for word in words)
                 if not acts and own.key not in eval_steps:
+                    ((_, said),) = shown([own])
                     yield (
-                        f"{own.key}: {yaml_text(own.shown)} ({own.origin}) does nothing with "
+                        f"{own.key}: {yaml_text(said)} ({own.origin}) does nothing with "
                         f"{other.key}: {yaml_text(other.value)}"
                     )
         if values["training.eval_strategy"].value in ("no", False) and self.recipe.early_stopping:
@@ -388,14 +388,15 @@ def dump_resolved(
     """A recipe that loads to the same values, with origins; what a machine decides is comments."""
     lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""
-    for value in loaded.values(machine, only_given=only_given, settled=settled):
+    values = loaded.values(machine, only_given=only_given, settled=settled)
+    for value, said in shown(values):
         section, _, key = value.key.rpartition(".")
         if section and section != open_section:
             lines.append(f"{section}:")
         open_section = section
         indent = "  " if section else ""
         mark = "# " if value.is_of_machine else ""
-        lines.append(f"{indent}{mark}{key}: {yaml_text(value.shown)}  # {value.origin}")
+        lines.append(f"{indent}{mark}{key}: {yaml_text(said)}  # {value.origin}")
     return "\n".join(lines) + "\n"
 
 

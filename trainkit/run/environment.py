@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.processes import LAUNCHER, STARTER
-from trainkit.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from trainkit.redact import REDACTED, redact, redact_argv, redact_text
 from trainkit.version import __version__
 
 # Variables that change what a run computes or where it runs; the rest of a person's environment
@@ -62,11 +62,9 @@ def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that matter to a run, sorted; secret ones without their value."""
-    return {
-        name: REDACTED if is_secret_name(name) else redact_text(value, environ)
-        for name, value in sorted(environ.items())
-        if _RELEVANT_VARIABLE.match(name)
-    }
+    names = sorted(name for name in environ if _RELEVANT_VARIABLE.match(name))
+    found: dict[str, str] = redact({name: environ[name] for name in names}, environ)
+    return found
 
 
 def command_script(

@@ -335,6 +335,7 @@ def _built(run: Run) -> BuiltModel:
         )
     return build_model(
         recipe.model,
+        config=run.config,
         packing=recipe.data.packing,
         lora=recipe.lora,
         kernels=recipe.kernels,

@@ -25,20 +25,22 @@ from trainkit.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 
-def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+def data_options(
+    recipe: Recipe, *, cache_dir: str | None, config: PreTrainedConfig | None = None
+) -> DataOptions:
     """The recipe's data section with what no recipe says; ``cache_dir`` wins over its own."""
     data, training = recipe.data, recipe.training
     seed = training.get("data_seed")
     # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
     is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
-    text = None
-    if not is_gguf:
-        # A tokenizer alone is enough to look at data; a run reads the configuration again.
+    if config is None and not is_gguf:
+        # A tokenizer alone is enough to look at data.
         with contextlib.suppress(ModelError):
-            text = load_config(recipe.model).get_text_config()
+            config = load_config(recipe.model)
+    text = None if config is None or is_gguf else config.get_text_config()
     return DataOptions(
         **data.sample_options(),
-        stop_token_ids=stop_token_ids(recipe.model),
+        stop_token_ids=stop_token_ids(recipe.model, config),
         # Tokens that the recipe adds get rows.
         num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
@@ -48,11 +50,14 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
 
 
 def vision_of(
-    source: ModelOptions, tokenizer: PreTrainedTokenizerBase, images: ImageOptions
+    source: ModelOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageOptions,
+    config: PreTrainedConfig | None = None,
 ) -> Vision | NoVision | None:
     """How a model takes images; why they are not read for it; None of a model of text."""
     try:
-        config = load_config(source)
+        config = config or load_config(source)
     except ModelError:
         return None  # a tokenizer alone
     if not hasattr(config, "vision_config"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
 from trainkit.auto_class import empty_model
@@ -139,6 +139,7 @@ class BuiltModel:
 def build_model(
     source: ModelOptions,
     *,
+    config: PreTrainedConfig | None = None,
     packing: bool,
     lora: LoraOptions | None,
     kernels: bool | Mapping[str, bool],
@@ -155,6 +156,7 @@ def build_model(
 
     Args:
         source: where the weights are.
+        config: what its files say of it, where that is known.
         packing: several documents share a row.
         lora: adapters, and what the frozen base is packed in; None for full fine-tuning.
         kernels: all, none, or per op.
@@ -168,15 +170,16 @@ def build_model(
         scalar_head: add one, which trains whole.
     """
     engine, is_auto = engine or Engine(), source.attn_implementation == "auto"
-    chosen = _attention(source, packing=packing)
+    config = config or load_config(source)
+    chosen = _attention(source, config, packing=packing)
     # Every class has eager attention; what was chosen is set to be proved.
-    can_set = is_auto or can_set_attention(load_config(source))
+    can_set = is_auto or can_set_attention(config)
     model: Any
     # Classes draw as they are made, and how often depends on where: fresh adapters must not.
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with exact_decays(load_config(source), not engine.keeps_masters), drawing:
+    with exact_decays(config, not engine.keeps_masters), drawing:
         model, base = _loaded(
-            source, "eager" if can_set else chosen.name, lora, fp8, device, engine
+            source, config, "eager" if can_set else chosen.name, lora, fp8, device, engine
         )
     prepare_for_training(model)  # before the first forward
     proving = {"packed": packing, "is_proved": is_proved, "apart": kernels is not False}
@@ -226,6 +229,7 @@ def _patched(model: Any, kernels: bool | Mapping[str, bool], packing: bool) -> P
 
 def _loaded(
     source: ModelOptions,
+    config: PreTrainedConfig,
     attention: str,
     lora: LoraOptions | None,
     fp8: Fp8Setup | None,
@@ -241,7 +245,7 @@ def _loaded(
         quantize = lora.quantize
         quant.refuse_unfit_device(quantize, device)
         with made_whole():
-            empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
+            empty = empty_model(config, trust_remote_code=source.trust_remote_code)
             quant.refuse_unpackable(empty, lora)
             packs_experts = quant.packs_experts(empty, lora)
         if packs_experts and (place is None or reads_parts is not None):
@@ -253,13 +257,14 @@ def _loaded(
             )
         if packs_experts or packed_kind(quantize).convert is not None:
             return quant.packed_base(source, lora, fp8, device, attention)
-        quantization = quantization_config(quantize, dtype_of(source))
+        quantization = quantization_config(quantize, dtype_of(source, config))
     # Adapters may begin from the base's weights, or be around more than its linear maps.
     reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
     plain = load_model(
         source,
         attention=attention,
         quantization=quantization,
+        config=config,
         lora=lora,
         device=place,
         load_part=engine.load_part,
@@ -331,25 +336,24 @@ def prepare_to_train(model: Any, tokenizer: Any, args: TrainingArguments) -> Non
         DebugUnderflowOverflow(model)
 
 
-def _attention(source: ModelOptions, *, packing: bool) -> Attention:
+def _attention(source: ModelOptions, config: PreTrainedConfig, *, packing: bool) -> Attention:
     """Turn ``auto`` into a name, by the device and the model's sizes."""
     own_attention.register()
     wanted = source.attn_implementation
     if wanted not in ("auto", own_attention.NAME):
         return Attention(wanted, "named in the recipe")
-    config = load_config(source).get_text_config()
-    heads = attention_heads(config)
+    heads = attention_heads(config.get_text_config())
     if not heads:
         return Attention("eager", "the model has no attention")
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=dtype_of(source),
+        dtype=dtype_of(source, config),
         head_size=max(size for _, size in heads),
     )
 
 
-def dtype_of(source: ModelOptions) -> torch.dtype:
+def dtype_of(source: ModelOptions, config: PreTrainedConfig) -> torch.dtype:
     """Of the weights in memory; what the files hold where the recipe leaves it to them."""
     given = TORCH_DTYPES.get(source.dtype)
-    return given or load_config(source).dtype or torch.bfloat16
+    return given or config.dtype or torch.bfloat16

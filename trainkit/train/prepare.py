@@ -69,7 +69,7 @@ def prepare(run: Run, ledger: Path) -> None:
     training = recipe.training
     run.layout = layout = layout_of(recipe, run.process)
     check_exists(recipe.model)
-    config = load_config(recipe.model)
+    run.config = config = load_config(recipe.model)
     refuse_unfit_model(
         config,
         packing=recipe.data.packing,
@@ -90,7 +90,7 @@ def prepare(run: Run, ledger: Path) -> None:
     warning = context_warning(config, recipe.data.max_length)
     if warning is not None:
         console.warn(warning)
-    run.tokenizer = load_tokenizer(recipe.model)
+    run.tokenizer = load_tokenizer(recipe.model, config)
     if recipe.model.adds_tokens:
         from trainkit.models.vocabulary import describe_new_tokens
 
@@ -123,10 +123,10 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     recipe, data, training = run.recipe, run.recipe.data, run.recipe.training
     workers = max(int(training.get("dataloader_num_workers", 0)), 1)
     cache_dir = str(ledger.parent) if run.options.dry_run else None
-    run.data_options = data_options(recipe, cache_dir=cache_dir)
+    run.data_options = data_options(recipe, cache_dir=cache_dir, config=run.config)
     objective = objective_of(recipe.objective, recipe.distill)
     if objective.takes_images:
-        run.vision = vision_of(recipe.model, run.tokenizer, data.images)
+        run.vision = vision_of(recipe.model, run.tokenizer, data.images, run.config)
     return prepare_run_data(
         data.with_format(data.train),
         data.with_format(data.eval_sources),

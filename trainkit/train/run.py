@@ -19,7 +19,7 @@ from trainkit.train.faults.signals import StopRequest
 from trainkit.train.resume.changes import Review
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
     from trainkit.data.messages import Conversation
     from trainkit.data.options import DataOptions
@@ -40,6 +40,7 @@ class Run:
     Attributes:
         console: speaks on rank 0.
         stages: times the way to the first step.
+        config: the model's, as its files have it.
         vision: how the model takes images, or why none are read; None of a model of text.
         tasks: the questions of benchmarks; None where there are none.
         expected: the estimate of memory and time; None on a CPU.
@@ -56,6 +57,7 @@ class Run:
     console: Console
     stages: Stages = field(default_factory=Stages)
     layout: Layout = field(init=False)
+    config: PreTrainedConfig = field(init=False)
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     data: RunData = field(init=False)
     args: TrainingArguments = field(init=False)

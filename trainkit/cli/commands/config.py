@@ -44,12 +44,12 @@ def show(
     As YAML, which is a recipe itself.
     """
     from trainkit.parallel.launch import this_machine
-    from trainkit.recipe import dump_resolved, load_recipe
+    from trainkit.recipe import dump_resolved, load_recipe, shown
 
     loaded, machine = load_recipe(file, overrides or ()), this_machine()
     if as_json:
-        for value in loaded.values(machine, only_given=diff_defaults):
-            tell({"key": value.key, "value": value.shown, "origin": value.origin}, as_json)
+        for value, said in shown(loaded.values(machine, only_given=diff_defaults)):
+            tell({"key": value.key, "value": said, "origin": value.origin}, as_json)
     else:
         echo(dump_resolved(loaded, machine, only_given=diff_defaults), nl=False)
 

@@ -128,6 +128,8 @@ def _digests(run: Run, model: ModelOptions, weights: bool) -> dict[str, str] | N
 
 def refuse_other_hosts(run: Run) -> None:
     """Stop where ranks have other settings or data: each host may have read files of its own."""
+    if run.process.world_size == 1:
+        return
     around = {**fingerprint_around(run), "continues": str(run.options.resume)}
     del around[PARTS]
     refuse_disagreement(run.process, {**settings_of_all(run.loaded), **around})

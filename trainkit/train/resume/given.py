@@ -16,7 +16,7 @@ from trainkit.errors import RecipeError, ResumeRefusedError, RunDirectoryError
 from trainkit.parallel.agreement import refuse_early_disagreement
 from trainkit.parallel.process import ProcessRank
 from trainkit.places import checkpoints_in, step_of
-from trainkit.recipe import LoadedRecipe, load_recipe, option_values, yaml_text
+from trainkit.recipe import LoadedRecipe, load_recipe, option_values, shown, yaml_text
 from trainkit.run import RunDirectory
 from trainkit.run.directory import is_unfinished
 from trainkit.run.starts import read_starts, recorded_overrides, runs_named
@@ -225,8 +225,8 @@ _READ_BYTES = 1 << 26
 def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
     """Every value of a recipe as JSON, what only the machine decides and secrets left out."""
     values = {
-        value.key: value.shown
-        for value in loaded.values()
+        value.key: said
+        for value, said in shown(loaded.values())
         if not value.key.startswith(_NOT_COMPARED)
     }
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))

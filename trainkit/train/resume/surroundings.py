@@ -44,13 +44,16 @@ _NOT = (
 )
 
 
+_version = cache(metadata.version)  # which reads a package's whole page
+
+
 def versions(packages: Sequence[str]) -> dict[str, str]:
     compilers = ("triton",) if torch.cuda.is_available() else ()
     # A checkout that is only on the path has no metadata of its own.
     found = {"trainkit": __version__}
     for name in (*_VERSIONS, *compilers, *packages):
         try:
-            found[name] = metadata.version(name)
+            found[name] = _version(name)
         except metadata.PackageNotFoundError:
             if name not in compilers:
                 raise
