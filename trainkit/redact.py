@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
     return _redact_text(text, secret_values(environ))
 
 
-def _redact_text(text: str, secrets: Sequence[str]) -> str:
+def _redact_text(text: str, secrets: Iterable[str]) -> str:
     for value in secrets:
         text = text.replace(value, REDACTED)
     text = _PRIVATE_KEY.sub(REDACTED, text)

@@ -5,7 +5,6 @@ The device that a command line names.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -168,7 +167,6 @@ def load_model(
     """Load, or with ``init: random`` build, the model with the recipe's new tokens, without cache.
 
     Args:
-        source: where from.
         attention: transformers' ``attn_implementation``; None leaves it to transformers.
         quantization: a transformers quantization config, or None.
         lora: what that leaves in 16 bits; None for the output layer alone.
@@ -176,13 +174,12 @@ def load_model(
         load_part: loads what this rank holds of the model; the rest is on the meta device.
         reads_parts: whether ranks read their parts of a model on the meta device, returned then.
         alone: as transformers' class of text alone, see `text_alone`; parts of a model are.
-        config: the model's own, where it is known; it stays as it is.
+        config: the model's own, where it is known; it may become the model's.
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
     with explained(source, "model"):
-        config = copy.deepcopy(config) or load_config(source)
-        config = text_alone(config, alone or load_part is not None)
+        config = text_alone(config or load_config(source), alone or load_part is not None)
         unpacked = _unpacked(config, options)
         quantization = _sparing(quantization, config, source, lora, unpacked) or unpacked
         loader, trusted = auto_class(config), source.trust_remote_code
@@ -201,9 +198,7 @@ def load_model(
                     use_safetensors=None if "gguf_file" in options else True,
                     dtype=dtype,
                     attn_implementation=attention,
-                    **packed,
-                    **options,
-                    **more,
+                    **(packed | options | more),
                 )
 
             if reads_parts is not None and not (quantization or source.adds_tokens):

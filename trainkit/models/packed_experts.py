@@ -197,8 +197,9 @@ def _unpacked(layer: Any) -> AbstractContextManager[None]:
 
 def read_where_they_run(model: nn.Module) -> None:
     """Have the outermost module around packed experts read them; behind `attach`."""
-    for name, module in list(model.named_modules()):
-        parent = model.get_submodule(name.rpartition(".")[0]) if name else module
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent = modules[name.rpartition(".")[0]]
         if not name.endswith("base_layer") or not hasattr(parent, "parameter_name"):
             inner: Any = module
             while hasattr(inner, "parameter_name"):

@@ -6,6 +6,7 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -264,7 +265,7 @@ def _loaded(
         source,
         attention=attention,
         quantization=quantization,
-        config=config,
+        config=copy.deepcopy(config),
         lora=lora,
         device=place,
         load_part=engine.load_part,
