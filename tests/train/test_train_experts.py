@@ -52,21 +52,25 @@ def test_loads_are_those_of_real_tokens(packed, adapted, kernels):
         patch(model)
     model.train()
     routing = Routing(model)
-    routing.reached = {}
+    routing.asks_reached = True
     chosen = []
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(lambda m, a, out: chosen.append(out[2]))
     inputs = batch(packed)
-    routing.begin(inputs)
-    model(**inputs).loss.backward()
+    other = {key: each.flip(0) for key, each in inputs.items()}
+    for each in (inputs, other):  # two micro-batches
+        routing.begin(each)
+        model(**each).loss.backward()
     real = inputs["input_ids"] != PAD
     real[1] |= packed
-    aimed = next_tokens(inputs["labels"], -100) != -100
-    rows = routing.rows(routing.sums.tolist())
-    assert len(chosen) == len(routing.reached) == 2
-    for layer, (index, reached) in enumerate(zip(chosen, routing.reached.values(), strict=True)):
-        loads = torch.bincount(index[real.flatten()].flatten(), minlength=E).double()
+    real = torch.cat((real, real.flip(0))).flatten()
+    aimed = next_tokens(torch.cat((inputs["labels"], other["labels"])), -100).flatten() != -100
+    rows, all_reached = routing.rows(routing.sums.tolist()), routing.take_reached()
+    assert (len(chosen), len(all_reached), routing.take_reached()) == (4, 2, {})
+    for layer, reached in enumerate(all_reached.values()):
+        index = torch.cat(chosen[layer::2])
+        loads = torch.bincount(index[real].flatten(), minlength=E).double()
         shares = loads / loads.sum()
         assert rows[f"experts_largest_share/{layer}"] == pytest.approx(
             shares.max().item(), abs=1e-4
@@ -77,7 +81,7 @@ def test_loads_are_those_of_real_tokens(packed, adapted, kernels):
         )
         entropy = -sum(s * s.log() for s in shares if s) / torch.tensor(8.0).log()
         assert rows[f"experts_entropy/{layer}"] == pytest.approx(entropy.item(), abs=1e-4)
-        wanted = torch.bincount(index[aimed.flatten()].flatten(), minlength=E)
+        wanted = torch.bincount(index[aimed].flatten(), minlength=E)
         assert torch.equal(reached, wanted.double())
 
 
@@ -175,7 +179,7 @@ def test_an_adapter_of_an_expert_that_does_not_train_is_named(kernels, fault):
 
     if fault is None:
         step()
-        assert routing.reached is None
+        assert not routing.asks_reached
         return
     with pytest.raises(TrainkitError, match=r"layers\.0\.mlp\.experts.*though tokens") as error:
         step()

@@ -1,6 +1,7 @@
 """What routers do: their own loss, and how much each expert of a layer is given.
 
-Counted on the device while batches go by, over tokens that are no padding. E experts of a layer.
+Counted on the device, over tokens that are no padding; all layers of a batch at once, since a
+layer's few small kernels would take the host longer than the device. E experts of a layer.
 """
 
 from __future__ import annotations
@@ -28,10 +29,8 @@ class Routing:
     """The routers' losses and the loads of experts since the last `take`.
 
     Attributes:
-        sums: float64: two losses and their weight, then how many tokens each expert of each layer
-            got.
-        reached: by a layer's name, how many tokens with a target each expert got in all; None where
-            nobody asks.
+        layers: by a layer's name, how many experts it has.
+        asks_reached: whether `take_reached` will be asked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,13 +52,36 @@ class Routing:
             self._places[name] = slice(end, end + number)
             end += number
         self.shape = (end,)
-        self.sums: Tensor | None = None
-        self.reached: dict[str, Tensor] | None = None
+        self.asks_reached = False
+        self._sums: Tensor | None = None
+        self._reached: Tensor | None = None
         self._real: Tensor | None = None
         self._aimed: Tensor | None = None
+        self._waiting: list[tuple[str, Tensor]] = []  # the experts (T, K) of a layer's tokens
+        self._bounds: dict[tuple[str, ...], Tensor] = {}
+
+    @property
+    def sums(self) -> Tensor | None:
+        """float64: two losses and their weight, then the tokens of each expert of each layer."""
+        self._add_up()
+        return self._sums
+
+    @sums.setter
+    def sums(self, values: Tensor | None) -> None:
+        self._waiting.clear()
+        self._sums = values
+
+    def take_reached(self) -> dict[str, Tensor]:
+        """By a layer's name, how many tokens with a target each expert got; then nobody asks."""
+        self._add_up()
+        reached, self._reached, self.asks_reached = self._reached, None, False
+        if reached is None:
+            return {}
+        return {name: reached[place] for name, place in self._places.items()}
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """These tokens go through the model now."""
+        self._add_up()
         targets = targets_of(inputs)
         self._aimed = None if targets is None else (targets != IGNORE_INDEX).flatten().double()
         self._real = real_tokens(inputs).double()
@@ -72,32 +94,43 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        real, aimed = self._real, None if self.reached is None else self._aimed
+        real = self._real
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or real is None or not module.training or not given:
             return
         name = self._names[id(module)]
         number = self.layers[name]
         index = next((each for each in given if not each.is_floating_point()), None)
-        if index is None and len(given[0]) == number * len(real):  # rows sorted by expert
-            got = (given[0].view(number, len(real), -1) != 0).any(-1).double()
-            share = got @ real
-            trained = None if aimed is None else got @ aimed
-        elif index is not None and index.shape[0] == len(real):
-            flat = index.flatten().clamp(0, number)  # the last for those sent nowhere
-            share = _counts(flat, real, number)
-            trained = None if aimed is None else _counts(flat, aimed, number)
-        else:  # a part of the tokens
-            return
-        self._made(share.device)[self._places[name]] += share
-        if trained is not None:
-            assert self.reached is not None
-            self.reached[name] = trained + self.reached.get(name, 0.0)
+        if index is not None and len(index) == len(real):
+            self._waiting.append((name, index))
+        elif index is None and len(given[0]) == number * len(real):  # rows sorted by expert
+            got = (given[0].view(number, len(real), -1) != 0).any(-1)
+            chosen = torch.where(got.T, torch.arange(number, device=got.device), number)
+            self._waiting.append((name, chosen))
+
+    @torch.no_grad()
+    def _add_up(self) -> None:
+        """Count what layers have been given since the batch began."""
+        waiting, self._waiting = self._waiting, []
+        for width in {index.shape[1] for _, index in waiting}:
+            alike = [(name, index) for name, index in waiting if index.shape[1] == width]
+            names, index = tuple(name for name, _ in alike), torch.stack([i for _, i in alike])
+            if names not in self._bounds:
+                bounds = [(self._places[name].start, self.layers[name]) for name in names]
+                self._bounds[names] = torch.tensor(bounds, device=index.device)[:, :, None, None]
+            start, number = self._bounds[names].unbind(1)
+            known = (index >= 0) & (index < number)
+            places = torch.where(known, start + index, self.shape[0])
+            if self._real is not None:
+                self._made(index.device).add_(_counts(places, self._real, self.shape[0]))
+            if self.asks_reached and self._aimed is not None:
+                found = _counts(places, self._aimed, self.shape[0])
+                self._reached = found if self._reached is None else self._reached + found
 
     def _made(self, device: torch.device) -> Tensor:
-        if self.sums is None:
-            self.sums = torch.zeros(self.shape, dtype=torch.float64, device=device)
-        return self.sums
+        if self._sums is None:
+            self._sums = torch.zeros(self.shape, dtype=torch.float64, device=device)
+        return self._sums
 
     def rows(self, sums: Sequence[float]) -> dict[str, float]:
         """The routers' losses; of each layer the largest share of an expert, and three more.
@@ -235,10 +268,10 @@ def _without(model_type: str) -> ModelError:
     )
 
 
-def _counts(index: Tensor, chosen: Tensor, number: int) -> Tensor:
-    """How often each number below ``number`` is in index (T K), of the tokens that are chosen."""
-    weights = chosen.repeat_interleave(len(index) // len(chosen))
-    return weights.new_zeros(number + 1).scatter_add_(0, index, weights)[:number]
+def _counts(places: Tensor, tokens: Tensor, size: int) -> Tensor:
+    """(size,): how often each place below is in places (L, T, K), of the tokens (T,) that count."""
+    weights = tokens[:, None].expand_as(places).flatten()
+    return weights.new_zeros(size + 1).scatter_add_(0, places.flatten(), weights)[:size]
 
 
 def targets_of(inputs: dict[str, Any]) -> Tensor | None:

@@ -33,16 +33,16 @@ class ExpertsTrain(Hook):
             hear = partial(self._hear, name, layer.num_experts)
             self._hooks.append(_factor(layer).register_hook(hear))
         if self._routing is not None:
-            self._routing.reached = {} if self._hooks else None
+            self._routing.asks_reached = bool(self._hooks)
 
     def _hear(self, name: str, number: int, gradient: Tensor) -> None:
         got = _experts_in(gradient, number)
         self._got[name] = got | self._got[name] if name in self._got else got
 
     def on_pre_optimizer_step(self, loop: LoopState) -> None:
-        if self._routing is None or self._routing.reached is None:
+        if self._routing is None or not self._routing.asks_reached:
             return
-        reached, self._routing.reached = self._routing.reached, None
+        reached = self._routing.take_reached()
         for each in self._hooks:
             each.remove()
         for name, layer in _adapters(loop.model):
