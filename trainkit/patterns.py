@@ -24,7 +24,6 @@ _COMPARE = (
     "        re.match(rf'(.*\\.)?({pattern})$', name)\n"
 )
 
-_MOST_LAYERS = 1_000
 _HIGHEST_RANK = 16_384
 _HIGHEST_ALPHA = 1_000_000
 _FEW_PATTERNS, _LONGEST = 512, 200_000
@@ -39,6 +38,19 @@ def ends_in(name: str, ends: Iterable[str]) -> bool:
 def has_part(name: str, parts: Iterable[str]) -> bool:
     """Whether a dotted name has one of these in it, between dots."""
     return any(f".{part}." in f".{name}." for part in parts)
+
+
+def refuse_replicated(
+    config: Mapping[str, Any], where: Path | str, kind: type[TrainkitError] = CheckpointError
+) -> None:
+    """Every reader of an adapter calls this, or `refuse_endless`."""
+    if layers := config.get("layer_replication"):
+        raise kind(
+            f"layer_replication: {json.dumps(layers, default=str)[:40]} is not taken: the "
+            "layers of the base stay as they are",
+            where=str(where),
+            fix="write the model with its layers repeated, and train an adapter over that",
+        )
 
 
 def refuse_endless(
@@ -110,11 +122,7 @@ def _refuse_sizes(
     for key, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
         if type(alpha) not in (int, float) or not abs(alpha) <= _HIGHEST_ALPHA:
             refuse(key, alpha, f"a number up to {_HIGHEST_ALPHA:,}")
-    repeated = config.get("layer_replication") or []
-    if not isinstance(repeated, list) or not all(map(_is_span, repeated)):
-        refuse("layer_replication", repeated, "a list of [from, to]")
-    if sum(end - start for start, end in repeated) > _MOST_LAYERS:
-        refuse("layer_replication", repeated, f"at most {_MOST_LAYERS:,} layers")
+    refuse_replicated(config, where, kind)
     if re.search(r"\d{4,}", str(config.get("init_lora_weights"))):
         refuse("init_lora_weights", config["init_lora_weights"], "at most 999 turns")
 
@@ -125,14 +133,6 @@ def _numbers(config: Mapping[str, Any], key: str, patterns: str) -> list[tuple[s
         *of_all,
         *((f"{patterns}.{name}", n) for name, n in (config.get(patterns) or {}).items()),
     ]
-
-
-def _is_span(span: Any) -> bool:
-    return (
-        isinstance(span, list)
-        and [type(each) for each in span] == [int, int]
-        and 0 <= span[0] < span[1]
-    )
 
 
 def _ends(patterns: list[str], names: list[str]) -> bool:

@@ -61,6 +61,27 @@ def regular(path: Path, kind: type[TrainkitError]) -> Path:
     )
 
 
+_KINDS = {
+    r"\.gguf": ("a GGUF file", "generate, chat and eval take it as it is; sft: model.name_or_path"),
+    r"\.safetensors|\.bin|\.pth?": ("a file of weights", "give the directory that it lies in"),
+    r"\.ya?ml": ("a recipe", "sft begins a run of it; runs and merged models are directories"),
+    r"\.(jsonl?|ndjson|csv|parquet|txt)(\.\w+)?": (
+        "a file of rows",
+        "data preview, check and stats look at it; sft trains on it: data.train",
+    ),
+}
+"""By the ends of their names: what files are, and what takes them."""
+
+
+def refuse_file(path: Path, kind: type[TrainkitError]) -> None:
+    """Refuse a file where a run, a checkpoint or a model's directory is meant."""
+    if not path.is_file():
+        return
+    known = (each for end, each in _KINDS.items() if re.search(rf"({end})$", path.name, re.I))
+    what, fix = next(known, ("a file", "give the directory that it lies in"))
+    raise kind(f"this is {what}, where a directory is meant", where=str(path), fix=fix)
+
+
 def regular_files(folder: Path, kind: type[TrainkitError]) -> Path:
     """``folder``, for a loader: `regular` for every file of it that one may open by its name."""
     for path in (*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")):

@@ -87,3 +87,28 @@ def test_config_keys_as_json_keeps_stdout_for_objects(capsys):
     found = [json.loads(line)["key"] for line in out.splitlines()]
     assert {"data.max_length", "lora.r"} <= set(found) <= {row.key for row in key_references()}
     assert "LLaMA-Factory" in err
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "r.yaml", "d.jsonl.gz", "m.gguf", "notes"])
+def test_a_file_where_a_directory_is_meant(name, tmp_path, capsys, monkeypatch):
+    """Each command says what it is, and what takes it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("x")
+    (tmp_path / "a.yaml").write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n")
+    commands = [
+        ["merge", name, "out"],
+        ["checkpoint", "verify", name],
+        ["convert", "glm4-to-qwen2", name, "out"],
+        ["show", name],
+        ["runs", name],
+        ["plot", name, "-o", "p.png"],
+        ["diagnose", name],
+        ["chat", "m", "--adapter", name],
+        *([["sft", "a.yaml", "--resume", name]] * (name != "r.yaml")),
+        *([["chat", name], ["new", "--model", name]] * (name != "m.gguf")),
+    ]
+    for words in commands:
+        assert main(words) in (1, 2)
+        said = capsys.readouterr().err
+        assert f"{name}: this is a" in said, (words, said)
+        assert "where a directory is meant\n  fix: " in said

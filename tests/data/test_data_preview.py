@@ -309,6 +309,7 @@ def test_check_reads_the_evaluation_data_of_a_recipe(write, model, capsys, tmp_p
     assert code == 0
     assert "warning  evaluation data: rows: 1 of 2 rows kept" in said.out
     assert "held.jsonl:2: unknown_format" in said.out
+    assert "also trained on: 1 rows of held" in said.out
     held.unlink()
     assert run(capsys, "data", "check", recipe)[0] == 2
 

@@ -9,7 +9,7 @@ from chats import chat
 from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
 from trainkit.data.datasets import stream_names
 from trainkit.data.streaming import SampleStream, first_look
-from trainkit.data.summary import files_in_both, verdict
+from trainkit.data.summary import trained_and_evaluated, verdict
 from trainkit.objectives.objective import TrainingData
 from trainkit.train.data import parts_of
 
@@ -113,14 +113,19 @@ def test_a_file_that_is_listed_twice_is_named(write, ready, tmp_path, monkeypatc
     assert ready(path).summary["listed_twice"] == []
 
 
-def test_a_compressed_copy_is_the_same_file(write, ready):
+def test_a_compressed_copy_is_the_same_file(write, ready, tiny_tokenizer):
     path, packed = write(ROWS), write(b"", "copy.jsonl.gz")
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    both = ready(path, packed).summary
-    (warning,) = both["listed_twice"]
-    assert str(path) in warning
-    assert str(packed) in warning
-    assert str(packed) in files_in_both(ready(path).summary, ready(packed).summary)[0]
+    sources = [Source(path=str(path)), Source(path=str(packed))]
+    stream = SampleStream(sources, tiny_tokenizer, DataOptions(), packing=True)
+    streamed = first_look(stream, tiny_tokenizer, num_shards=1)[1]
+    for each in (ready(path, packed).summary, streamed):
+        (warning,) = each["listed_twice"]
+        assert str(path) in warning
+        assert str(packed) in warning
+    assert str(packed) in trained_and_evaluated(streamed, ready(packed))[0]
+    other = write(ROWS[:1], "other.jsonl")
+    assert not trained_and_evaluated(streamed, ready(other))
 
 
 def test_a_first_epoch_without_a_row_is_passed_for_a_look(write, ready):

@@ -193,6 +193,15 @@ def test_biases_that_no_merge_can_keep_are_named_before_training(targets, word):
     assert word is None or word in warning
 
 
+def test_an_adapter_that_repeats_layers_is_refused(tmp_path):
+    """peft builds it over a base whose configuration, and so its cache, has fewer layers."""
+    attach(make_model(), LoraOptions()).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layer_replication": [[0, 1]] * 3}))
+    with pytest.raises(CheckpointError, match=r"layer_replication: \[\[0, 1\], "):
+        load_adapter(make_model(), tmp_path)
+
+
 OTHERS: dict = {"oft": {"oft_block_size": 8}, "boft": {"boft_block_size": 8}}
 OTHERS |= {"loha": {"r": 4, "alpha": 8}, "fourierft": {"n_frequency": 64}}
 

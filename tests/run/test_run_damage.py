@@ -92,6 +92,20 @@ def test_rows_that_were_changed_since_the_run_ended_are_told(change, name, train
     assert not caplog.text.count("as the run left it")
 
 
+def test_rows_that_were_changed_since_a_run_was_killed_are_told(trained_run, caplog):
+    """What it wrote after it last said how it was is no change."""
+    writer = trained_run.open_metrics(resume_step=30)
+    trained_run.write_status("running", step=30)
+    writer.append({"step": 31, "loss": 1.0})
+    writer.close()
+    [*iter_metrics(trained_run.metrics)]
+    assert "as the run left it" not in caplog.text
+    lines = trained_run.metrics.read_text().splitlines(keepends=True)
+    trained_run.metrics.write_text("".join([*lines[:7], *lines[8:]]))
+    [*iter_metrics(trained_run.metrics)]
+    assert "metrics.jsonl is not as the run left it" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["runs", "show", "watch", "plot", "compare", "report"])
 def test_every_command_names_the_rows_that_it_leaves_out(command, trained_run, caplog, tmp_path):
     """One in the middle of a block, rows of another shape, and one whose end is yet to come."""

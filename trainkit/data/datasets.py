@@ -374,7 +374,7 @@ def hold_out(data: PreparedData, amount: int | float) -> tuple[PreparedData, Pre
     ``amount`` is a share of the conversations below 1, or a number of them.
     """
     rows = [_rows_of(part) for part in data.parts]
-    digests = np.array([digest for digests, _ in rows for digest in digests], dtype="S16")
+    digests = np.concatenate([digests for digests, _ in rows])
     groups, inverse, sizes = np.unique(digests, return_inverse=True, return_counts=True)
     total = len(digests)
     wanted = round(total * amount) if amount < 1 else int(amount)
@@ -400,17 +400,23 @@ def hold_out(data: PreparedData, amount: int | float) -> tuple[PreparedData, Pre
     return _with_summary(data, sides[0], note), _with_summary(data, sides[1], note, held=True)
 
 
-def _rows_of(part: Part) -> tuple[list[bytes], np.ndarray]:
+def num_of_trained(train: PreparedData, held: PreparedData) -> list[tuple[str, int]]:
+    """By source of what is held out: how many of its rows have the tokens of one that is not."""
+    trained = np.concatenate([_rows_of(part)[0] for part in train.parts])
+    return [(part.name, int(np.isin(_rows_of(part)[0], trained).sum())) for part in held.parts]
+
+
+def _rows_of(part: Part) -> tuple[np.ndarray, np.ndarray]:
     """A digest for each row of a source, and the row that each sample belongs to."""
     store = part.store
     if not len(part):
-        return [], np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype="S16"), np.empty(0, dtype=np.int64)
     starts = np.flatnonzero(
         np.concatenate([[True], (np.diff(store.file) != 0) | (np.diff(store.row) != 0)])
     )
     of_sample = np.repeat(np.arange(len(starts)), np.diff([*starts, len(store)]))
     rows, of_sample = np.unique(part.of(of_sample), return_inverse=True)
-    return [digest.tobytes() for digest in store.row_digests[rows]], of_sample
+    return np.ascontiguousarray(store.row_digests[rows]).view("S16").ravel(), of_sample
 
 
 def without_copies(part: Part, seen: set[bytes]) -> tuple[Part, list[Entry]]:

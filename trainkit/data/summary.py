@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.datasets import Part
-from trainkit.data.files import read_rows
+from trainkit.data.datasets import Part, PreparedData, num_of_trained
+from trainkit.data.files import DAMAGED, open_bytes, read_rows
 from trainkit.data.formats import decode_row, guess_columns
 from trainkit.data.images import REPAIRS
 from trainkit.data.options import DataOptions
@@ -241,34 +241,48 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
 def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for every file that is there twice: by another path, a link, or as a copy."""
     groups: dict[Any, list[str]] = {}
+    by_head = any("samples" not in file for file in files)
     for file in files:
-        marks = _marks(file)
+        marks = _marks(file, by_head)
         names = next((groups[mark] for mark in marks if mark in groups), [])
         names.append(f"{file['path']} (source {file['source']})")
         groups |= dict.fromkeys(marks, names)
     return [
-        f"the same rows are read {len(names)} times: {', '.join(names)}; list each file once "
-        "(epochs repeats a source's rows on purpose)"
+        f"the same rows are read {len(names)} times{' (or the first ones)' * by_head}: "
+        f"{', '.join(names)}; list each file once (epochs repeats a source's rows on purpose)"
         for names in {id(names): names for names in groups.values()}.values()
         if len(names) > 1
     ]
 
 
-def _marks(file: Mapping[str, Any]) -> list[Any]:
-    """Its bytes, its samples (those of a compressed copy, too), its place."""
+def _marks(file: Mapping[str, Any], by_head: bool) -> list[Any]:
+    """Its bytes, its samples (those of a compressed copy, too), its place; how it begins."""
     found: list[Any] = [file[key] for key in ("sha256", "samples_sha256") if file.get(key)]
-    with contextlib.suppress(OSError):  # of the hub
+    # Of the hub, or damaged, which its reader says.
+    with contextlib.suppress(*DAMAGED, EOFError, DataError):
         stat = Path(file["path"]).stat()
         found.append((stat.st_dev, stat.st_ino))
+        if by_head:  # a stream is not read ahead of its training
+            with open_bytes(Path(file["path"])) as stream:
+                found.append(hashlib.sha256(stream.read(_HEAD_BYTES)).digest())
     return found
 
 
-def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:
-    """A warning where files are evaluated that are trained on: the same content, or path."""
-    if evaluation is None:
+def trained_and_evaluated(
+    train: PreparedData | Mapping[str, Any], held: PreparedData | None
+) -> list[str]:
+    """A warning where rows are evaluated that are trained on.
+
+    ``train`` is the summary where its rows are streamed: then by content and path of the files.
+    """
+    if held is None:
         return []
-    trained: set[Any] = set().union(*map(_marks, train["files"]))
-    both = [file["path"] for file in evaluation["files"] if trained.intersection(_marks(file))]
+    if isinstance(train, PreparedData):
+        both = [f"{num} rows of {name}" for name, num in num_of_trained(train, held) if num]
+    else:
+        trained: set[Any] = set().union(*(_marks(file, True) for file in train["files"]))
+        files = (file for file in held.summary["files"] if trained.intersection(_marks(file, True)))
+        both = [file["path"] for file in files]
     if not both:
         return []
     return [
@@ -278,6 +292,8 @@ def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None
 
 
 Status = Literal["ok", "warning", "error"]
+
+_HEAD_BYTES = 1 << 16
 
 MAX_DROPPED_SHARE = 0.01
 MAX_LOST_SHARE = 0.05

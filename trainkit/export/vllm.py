@@ -61,7 +61,6 @@ _UNSERVED: Mapping[str, str] = {
     "lora_bias": "vLLM takes no biases of an adapter (and a merge only over the base's own)",
     "target_parameters": "vLLM has no adapters for such parameters",
     "trainable_token_indices": "vLLM passes trained token rows over",
-    "layer_replication": "vLLM does not repeat layers",
     "fan_in_fan_out": "vLLM does not transpose adapters",
     "use_qalora": "vLLM has no QA-LoRA",
     "alora_invocation_tokens": "vLLM would apply it to all tokens",

@@ -19,7 +19,7 @@ from trainkit.hub import check_hub
 from trainkit.models.files import PICKLED_WEIGHTS
 from trainkit.options import ImageOptions, LoraOptions, ModelOptions
 from trainkit.options.data import SCALING
-from trainkit.places import WEIGHTS, local_path, regular, regular_files
+from trainkit.places import WEIGHTS, local_path, refuse_file, regular, regular_files
 from trainkit.run.status import resume_command
 from trainkit.terminal import visible
 
@@ -74,6 +74,8 @@ def find_model(
         trust_remote_code: run the code that comes with the model or its tokenizer. What a run
             was allowed is no permission for what reads it later.
     """
+    if adapter is not None:
+        refuse_file(adapter, ModelError)
     if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
         raise ModelError("there is no adapter here", where=str(adapter))
     directory = local_path(name)
@@ -229,6 +231,7 @@ def base_directory(source: ModelOptions) -> Path:
         regular(directory, ModelError)
         return directory
     if directory is not None:
+        refuse_file(directory, ModelError)
         raise ModelError("there is no base model here", where=name, fix="check --base-model")
     fix = "give its directory with --base-model"
     check_hub(name, ModelError, f"the base model: {name}", fix)
@@ -352,6 +355,7 @@ def base_of(
 
 
 def _nothing_to_load(directory: Path) -> ModelError:
+    refuse_file(directory, ModelError)
     is_sharded = any(path.is_dir() for path in directory.glob("global_step*"))
     return ModelError(
         "it holds DeepSpeed shards only" if is_sharded else "it holds no model and no adapter",

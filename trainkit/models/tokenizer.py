@@ -33,7 +33,7 @@ from trainkit.models.files import (
     with_sound_normalizer,
 )
 from trainkit.options.model import ModelOptions
-from trainkit.places import local_path, regular, regular_files
+from trainkit.places import local_path, refuse_file, regular, regular_files
 
 
 def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]]:
@@ -92,6 +92,8 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
             regular_files(path, ModelError)
         return
     if path.exists():
+        if path.suffix.lower() != ".gguf":
+            refuse_file(path, ModelError)
         regular(path, ModelError)
         return
     raise ModelError(

@@ -412,8 +412,11 @@ Quantized = Literal["nf4", "int8", "fp8"]
 
 QUANTIZED: tuple[str, ...] = get_args(Quantized)
 
-OTHER_ADAPTERS = ("oft", "boft", "miss", "hra", "loha", "lokr", "vera", "fourierft")
-"""Kinds of peft's that train a model's layers and can be merged into them."""
+OTHER_ADAPTERS = {
+    **{kind: kind for kind in ("oft", "boft", "miss", "hra")},
+    **{"loha": "hada", "lokr": "lokr", "vera": "vera", "fourierft": "fourierft"},
+}
+"""Kinds of peft's that train a model's layers and can be merged into them: how parameters begin."""
 
 
 _OF_LORA_ALONE: tuple[tuple[str, Any], ...] = (

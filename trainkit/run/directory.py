@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -22,14 +23,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
-from trainkit.places import checkpoints_in, regular, regular_files, step_of
+from trainkit.places import checkpoints_in, refuse_file, regular, regular_files, step_of
 from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import RunGoneError, explain_os_errors, write_json_atomic, write_text_atomic
 from trainkit.run.metrics import MetricsWriter
 from trainkit.run.status import (
     Status,
-    digest,
     exit_reason,
     read_status,
     say_if_changed,
@@ -51,6 +51,7 @@ class RunDirectory:
         self._last_heartbeat = 0.0
         self._step: int | None = None
         self._held: int | None = None
+        self._hashed: dict[Path, tuple[int, Any]] | None = None
         self.name = root.name
         self.recipe = root / "recipe.yaml"
         self.resolved = root / "resolved.yaml"
@@ -133,6 +134,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
         root = Path(path).expanduser()
+        refuse_file(root, RunDirectoryError)
         if not (root / "status.json").is_file():
             raise RunDirectoryError(
                 "there is no run in this directory (no status.json)"
@@ -190,11 +192,13 @@ class RunDirectory:
             resume_step: the step of the checkpoint that the run continues from; rows after it are
                 set aside, and the curves mark the point.
         """
-        writer = MetricsWriter(self.metrics, resume_step=resume_step)
+        status = self.status()
         if resume_step:
-            status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
-            self._write(status.updated_with(resumed_at_steps=[*resumed, resume_step]))
+            status = status.updated_with(resumed_at_steps=[*resumed, resume_step])
+        self._write(status.updated_with(proofs={}))  # rows are about to be set aside
+        writer, self._hashed = MetricsWriter(self.metrics, resume_step=resume_step), {}
+        self.write_status("running")
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -220,12 +224,26 @@ class RunDirectory:
             reason=None if reason is None else redact_text(reason),
             last_step=before.last_step if step is None else step,
             total_steps=before.total_steps if total_steps is None else total_steps,
-            records={}
-            if state == "running"
-            else {each.name: digest(each) for each in (self.metrics, self.changes)},
             **this_process(),
         )
+        if state != "running":  # said by a thread besides, maybe, and of the whole files
+            now = now.updated_with(proofs=self._proofs({}))
+        elif self._hashed is not None:
+            now = now.updated_with(proofs=self._proofs(self._hashed))
         self._write(now)
+
+    def _proofs(self, hashed: dict[Path, tuple[int, Any]]) -> dict[str, tuple[int, str]]:
+        """Lengths and digests of the records; what ``hashed`` has of them is not read again."""
+        for path in (self.metrics, self.changes):
+            size, digest = hashed.get(path) or (0, hashlib.sha256())
+            if path.exists():
+                with regular(path, RunDirectoryError).open("rb") as stream:
+                    stream.seek(size)
+                    while block := stream.read(1 << 20):
+                        digest.update(block)
+                        size += len(block)
+            hashed[path] = size, digest
+        return {path.name: (size, digest.hexdigest()) for path, (size, digest) in hashed.items()}
 
     def _write(self, status: Status) -> None:
         if self._held is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError, TrainkitError
-from trainkit.places import checkpoints_in, step_of
+from trainkit.places import checkpoints_in, refuse_file, step_of
 from trainkit.processes import Process
 from trainkit.run.metrics import as_float, read_metrics
 from trainkit.run.status import Status, read_status
@@ -47,6 +47,7 @@ class RunSummary:
 
 def find_runs(parent: Path) -> Iterator[RunSummary]:
     """The runs in a directory, the latest first; the directory itself where it is a run."""
+    refuse_file(parent, RunDirectoryError)
     if not parent.is_dir():
         raise RunDirectoryError(
             "there is no such directory",
@@ -62,6 +63,7 @@ def find_runs(parent: Path) -> Iterator[RunSummary]:
 
 
 def summarize(path: Path) -> RunSummary:
+    refuse_file(path, RunDirectoryError)
     if not (path / _STATUS).is_file():
         raise RunDirectoryError(
             f"this is not a run: it has no {_STATUS}",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
+from trainkit.places import refuse_file
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import write_bytes_atomic
 from trainkit.run.metrics import as_float, format_count, iter_metrics, read_metrics
@@ -246,6 +247,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             where=str(path),
             fix="give the directory that `trainkit sft` printed as its last line",
         )
+    if path.suffix not in (".json", ".jsonl"):
+        refuse_file(path, RunDirectoryError)
     if path.name == "metrics.jsonl":
         return read_metrics(path)
     try:

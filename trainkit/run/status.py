@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainkit.digests import digest_of
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
@@ -36,7 +35,8 @@ class Status:
             ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
         started: when the run directory was made, ISO 8601, UTC.
         updated: when this file was written, ISO 8601, UTC.
-        records: digests of ``metrics.jsonl`` and ``changes.jsonl`` when it ended, by their names.
+        proofs: lengths and digests of ``metrics.jsonl`` and ``changes.jsonl`` at this moment, by
+            their names: a killed run has added rows since, and changed none.
     """
 
     state: str = "running"
@@ -51,7 +51,7 @@ class Status:
     launch: str | None = None
     num_ranks: int | None = None
     num_hosts: int | None = None
-    records: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    proofs: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def updated_with(self, **changes: Any) -> Status:
         """A copy with these fields changed and ``updated`` set to now."""
@@ -123,18 +123,16 @@ def _shape() -> TypeAdapter[Status]:
     return TypeAdapter(Status)
 
 
-def digest(path: Path) -> str | None:
-    """Of a file's content; None without one."""
-    with contextlib.suppress(FileNotFoundError):
-        return digest_of(regular(path, RunDirectoryError), hashlib.sha256)
-    return None
-
-
 def say_if_changed(path: Path) -> None:
-    """Say so where a file of a run that ended is not the one that it left."""
+    """Say so where the rows of a run are not those that it had when it last said how it was."""
     with contextlib.suppress(TrainkitError):  # what is damaged is named by its reader
-        records = read_status(path.with_name("status.json")).records
-        if path.name in records and records[path.name] != digest(path):
+        status = read_status(path.with_name("status.json"))
+        if path.name not in status.proofs:
+            return
+        size, proof = status.proofs[path.name]
+        content = regular(path, RunDirectoryError).read_bytes() if path.exists() else b""
+        is_longer = len(content) > size and status.state != "running"
+        if is_longer or hashlib.sha256(content[:size]).hexdigest() != proof:
             what = "rows were changed, moved, lost or added"
             say_once(f"{path} is not as the run left it: {what}; {WAY_OUT}")
 

@@ -41,7 +41,7 @@ from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions
 from trainkit.data.sources import Progress, prepare, sources_of
 from trainkit.data.store import CHANGED, Entry, Ledger
-from trainkit.data.summary import files_in_both, notes_of, refuse_unfit, source_notes
+from trainkit.data.summary import notes_of, refuse_unfit, source_notes, trained_and_evaluated
 from trainkit.data.vision import NoVision, Vision, unstreamed
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
 from trainkit.objectives.objective import (
@@ -555,6 +555,7 @@ def prepare_run_data(
     book = Ledger(ledger)
     kept_back: PreparedData | None = None
     seen = set[bytes]()
+    trained: PreparedData | Mapping[str, Any]
     prepared = partial(prepare, tokenizer=tokenizer, options=options, ledger=book, vision=vision)
 
     def shape(length: int, names: Sequence[str]) -> RowShape:
@@ -575,6 +576,7 @@ def prepare_run_data(
         )
         stream.builder.no_vision = unstreamed(vision)  # its samples have none
         samples, summary, parts = first_look(stream, tokenizer, num_shards=num_shards)
+        trained = summary
         rows = shape(options.max_length, [source.label for source in stream.sources])
         training = objective.training_data(samples, rows, stream)
         notes = [note for source in summary["sources"] for note in source_notes(source)]
@@ -583,7 +585,7 @@ def prepare_run_data(
         if held_out is not None:
             data, kept_back = hold_out(data, held_out)
         training = batches(data, options.seed if shuffle else None)
-        summary = data.summary
+        trained, summary = data, data.summary
         notes = notes_of(summary, "training data")
         parts = parts_of(data, packing=packing, shuffle=shuffle)
     refuse_unfit(summary)
@@ -603,7 +605,7 @@ def prepare_run_data(
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
-        warnings=(*summary["warnings"], *files_in_both(summary, evaluated)),
+        warnings=(*summary["warnings"], *trained_and_evaluated(trained, kept_back)),
     )
 
 

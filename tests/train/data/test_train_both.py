@@ -1,4 +1,4 @@
-"""Evaluation data that is also trained on: said by content, or by path where rows are streamed."""
+"""Evaluation data that is also trained on: said by its rows; streamed by how files begin."""
 
 import json
 from itertools import count
@@ -13,9 +13,10 @@ from trainkit.train.data import prepare_run_data
 
 @pytest.mark.parametrize("buffer", [0, 30], ids=["prepared", "streamed"])
 def test_files_that_are_trained_and_evaluated_are_named(tmp_path, tiny_tokenizer, buffer):
-    lines = [chat_lines([("q", "a")]) + "\n"] * 40
-    for name, num in (("a", 40), ("copy", 40), ("other", 39)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:num]))
+    for name, rows in (("a", range(40)), ("copy", range(40)), ("other", range(90, 99))):
+        text = chat_lines((f"q{n}", "a") for n in rows) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "part.jsonl").write_text(chat_lines((f"q{n}", "a") for n in range(37, 44)))
     numbers = count()
 
     def warnings(*evaluated):
@@ -34,9 +35,11 @@ def test_files_that_are_trained_and_evaluated_are_named(tmp_path, tiny_tokenizer
 
     assert not warnings("other")
     [said] = warnings("other", "a")
-    assert "a.jsonl" in said
-    assert "other.jsonl" not in said
-    assert len(warnings("copy")) == (0 if buffer else 1)
+    assert ("a.jsonl" if buffer else "40 rows of a") in said
+    assert "other" not in said
+    assert len(warnings("copy")) == 1
+    if not buffer:
+        assert "3 rows of part;" in warnings("part")[0]
 
 
 def test_training_and_evaluation_files_of_one_name_draw_by_themselves(tmp_path, tiny_tokenizer):

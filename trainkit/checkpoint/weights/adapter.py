@@ -19,7 +19,7 @@ from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
 from trainkit.errors import CheckpointError
 from trainkit.options.model import OTHER_ADAPTERS
-from trainkit.patterns import refuse_endless
+from trainkit.patterns import refuse_endless, refuse_replicated
 
 CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -31,13 +31,12 @@ _PARTS = (
     "lora_embedding_B",
     "lora_magnitude_vector",
 )
-OWN_PART = re.compile(r"\.(lora|b?oft|miss|hra|hada|lokr|vera|fourierft)_")
+OWN_PART = re.compile(rf"\.({'|'.join(['lora', *OTHER_ADAPTERS.values()])})_")
 """What adapters of any kind keep next to a layer's own weights begins so."""
 _WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)?weight$")
 # What these initialisations leave behind fits only the base that they changed when training began.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 _UNKNOWN_HERE = (
-    "layer_replication",
     "trainable_token_indices",
     "megatron_config",
     "use_qalora",
@@ -122,6 +121,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     if not isinstance(config, dict) or kind not in kinds:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)
+    refuse_replicated(config, where)
     for key in (*_UNKNOWN_HERE, *(() if with_peft else _KNOWN_TO_PEFT)):
         if config.get(key):
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Writes weights as safetensors in shards of a chosen size, one of them in memory at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -37,8 +37,9 @@ def write_tensors(
     for number, shard in enumerate(shards, start=1):
         held = dict(islice(coming, len(shard)))
         found = [TensorInfo(name, each.dtype, tuple(each.shape)) for name, each in held.items()]
-        if found != shard:
-            raise CheckpointError(f"planned {shard}, got {found}", where=str(directory))
+        for planned, got in zip_longest(shard, found):
+            if planned != got:
+                raise CheckpointError(f"planned {planned}, got {got}", where=str(directory))
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else WEIGHTS[0]
         save_tensors(directory / file, held)

@@ -119,7 +119,7 @@ def check(choice: DataChoice, as_json: JsonLines = False) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(choice) as subject:
         from trainkit.data.preview import dropped_rows, judge, measure
-        from trainkit.data.summary import verdict
+        from trainkit.data.summary import Finding, trained_and_evaluated, verdict
 
         prepared = _prepare(subject, subject.options)
         whole, summary = prepared, prepared.summary
@@ -130,6 +130,8 @@ def check(choice: DataChoice, as_json: JsonLines = False) -> None:
         if subject.evaluation:
             held = _prepare(subject._replace(sources=subject.evaluation), subject.options)
             rows["evaluation data: rows"] = dropped_rows(held)
+            twice = trained_and_evaluated(prepared, held)
+            findings += [Finding("evaluation data", "warning", each) for each in twice]
             for finding in verdict(held.summary):
                 if finding.status != "ok":  # a run goes on
                     check = f"evaluation data: {finding.check}"

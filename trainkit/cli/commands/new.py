@@ -197,9 +197,11 @@ def _settings_of(model: str, method: str) -> dict[str, bool]:
     """What the model has other than the shipped recipe; nothing where it is not at hand."""
     from trainkit.errors import ModelError
     from trainkit.estimate.shape import find_config
-    from trainkit.places import local_path
+    from trainkit.places import local_path, refuse_file
 
     path = local_path(model)
+    if path is not None and path.suffix.lower() != ".gguf":
+        refuse_file(path, ModelError)
     is_directory = path is not None and path.is_dir()
     if path is not None and is_directory:
         from trainkit.models.files import check_model_files

@@ -22,6 +22,7 @@ from trainkit.cli.options import (
     tell,
 )
 from trainkit.errors import CheckpointError, ModelError, RecipeError
+from trainkit.places import checkpoints_in, refuse_file
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.merge.merge import MergeOptions
@@ -69,6 +70,7 @@ def merge(
 ) -> None:
     """Write one plain model: base and adapter merged, or ZeRO shards put together."""
     target, size = output.place(), _bytes(shard_size)
+    refuse_file(source, ModelError)
     if not source.is_dir():
         raise ModelError("there is no such directory", where=str(source))
     from trainkit.checkpoint.merge.merge import MergeOptions, own_base
@@ -267,6 +269,7 @@ def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> Non
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
+    refuse_file(source, ModelError)
     if is_adapter(source):
         raise RecipeError(
             "this is an adapter, and a whole model is converted",
@@ -307,10 +310,10 @@ def verify(
     Of a run its checkpoints and its final model are compared.
     """
     from trainkit.checkpoint.whole.manifest import verify_directory
-    from trainkit.places import checkpoints_in
 
     parts: list[Path] = []
     for directory in directories:
+        refuse_file(directory, CheckpointError)
         is_run = (directory / "status.json").is_file()
         inside = [*checkpoints_in(directory), *directory.glob("final")] if is_run else [directory]
         if not inside:
