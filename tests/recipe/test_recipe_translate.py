@@ -1,5 +1,6 @@
 """Other tools' recipes become the same training, or a refusal that names what it is."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -412,5 +413,5 @@ def test_a_tool_s_table_names_what_there_is(name):
     own = table(f"tools/{name}")
     lists = [keys for part in ("idle", "refused") for keys in own.get(part, {}).values()]
     refused = {key for keys in own.get("refused", {}).values() for key in keys}
-    assert not [key for key in refused if sum(lists, []).count(key) > 1]
+    assert not [key for key in refused if [*itertools.chain(*lists)].count(key) > 1]
     assert not rows["idle"].keys() & rows["refused"].keys()

@@ -167,6 +167,7 @@ def load_model(
     """Load, or with ``init: random`` build, the model with the recipe's new tokens, without cache.
 
     Args:
+        source: the recipe's ``model``.
         attention: transformers' ``attn_implementation``; None leaves it to transformers.
         quantization: a transformers quantization config, or None.
         lora: what that leaves in 16 bits; None for the output layer alone.
