@@ -59,25 +59,29 @@ def trainkit(cwd, *argv, num_ranks=1, **options) -> Said | None:
 
 
 def trainkit_each(cwd, commands) -> list[Said]:
-    """``trainkit ARGV`` for each of the commands, one after another in one process."""
-    (said,) = run_ranks(
-        "commands:run_each", world_size=1, timeout=240, cwd=str(cwd), argvs=commands
-    )
+    """``trainkit ARGV`` for each of the commands, one after another in one process.
+
+    Args:
+        cwd: where they are typed, or a folder for each of them.
+        commands: their words.
+    """
+    cwds = list(map(str, cwd)) if isinstance(cwd, list) else [str(cwd)] * len(commands)
+    (said,) = run_ranks("commands:run_each", world_size=1, timeout=280, cwds=cwds, argvs=commands)
     return [Said(*each) for each in said]
 
 
-def run_each(cwd, argvs):
+def run_each(cwds, argvs):
     """Runs in the forked process."""
     from trainkit.cli.app import main
 
-    os.chdir(cwd)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ["COLUMNS"] = "100"
     _draw_nothing()
     said = []
-    for number, argv in enumerate(argvs):
+    for number, (cwd, argv) in enumerate(zip(cwds, argvs, strict=True)):
+        os.chdir(cwd)
         files = [Path(os.environ["RANK_FOLDER"], f"{number}.{each}") for each in (1, 2)]
         for descriptor, file in enumerate(files, 1):
             os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)

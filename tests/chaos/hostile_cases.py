@@ -245,8 +245,6 @@ def link_to_a_device(root):
 
 
 @cases(
-    deep="a: " + DEEP,
-    deep_maps="{a: " * 20_000,
     python="model: !!python/object/apply:os.system ['touch canary']",
     laughs="".join(
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" if n else "a0: &a0 [1]\n"
@@ -254,7 +252,6 @@ def link_to_a_device(root):
     ),
     loop="model: &m {name_or_path: *m}",
     escape='model: {name_or_path: "\\x1b]0;x\\a\\e[2J"}',
-    number="training: {max_steps: " + "9" * 5000 + "}",
     control="model: \x07",
 )
 def recipe(root, text):
@@ -263,7 +260,6 @@ def recipe(root, text):
 
 
 @cases(
-    deep=DEEP,
     stage='{"zero_optimization": {"stage": "\\u001b[2J"}}',
     universal='{"zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": true}}',
     writer='{"zero_optimization": {"stage": 1}, "checkpoint": {"writer": {"type": "FAST"}}}',

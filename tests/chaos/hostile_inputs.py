@@ -98,7 +98,7 @@ def rank_of_an_adapter(root, value):
     return GENERATE
 
 
-@cases(several="(.*)*(.*)*(.*)*x", one="(?:.|.)*x", words="([a-z._0-9]+)+,", parts="(a|a.|.)+,")
+@cases(one="(?:.|.)*x", words="([a-z._0-9]+)+,")
 def pattern_of_an_adapter(root, pattern):
     change_json(adapter(root) / "adapter_config.json", target_modules=pattern)
     return GENERATE
@@ -118,7 +118,6 @@ def pattern_of_an_adapter(root, pattern):
     patterns={"alpha_pattern": {f"q{number}": 8 for number in range(100_000)}},
     long={"alpha_pattern": {"q" * 10**6: 8}},
     endless={"alpha_pattern": {"(.*)*(.*)*(.*)*x": 8}},
-    pieces={"layers_pattern": ["(.*)*(.*)*(.*)*x"], "layers_to_transform": [0]},
     turns={"init_lora_weights": "pissa_niter_1000000000"},
 )
 def size_of_an_adapter(root, values):
@@ -127,9 +126,6 @@ def size_of_an_adapter(root, values):
 
 
 @cases(
-    targets="lora: {target_modules: '(.*)*(.*)*(.*)*x'}",
-    alternatives="lora: {target_modules: '(?:.|.)*x'}",
-    excluded="lora: {exclude_modules: '([a-z0-9_.]+)+,'}",
     rank="lora: {r: 100000000}",
     turns="lora: {init_lora_weights: pissa_niter_1000000000}",
 )
@@ -155,9 +151,9 @@ def count_of_a_model_with_lists(root, key):
     return SFT
 
 
-@cases(rank="rank_pattern", alpha="alpha_pattern")
-def pattern_of_an_adapter_that_is_merged(root, key):
-    change_json(adapter(root) / "adapter_config.json", **{key: {"(.*)*(.*)*(.*)*x": 4}})
+@case
+def pattern_of_an_adapter_that_is_merged(root):
+    change_json(adapter(root) / "adapter_config.json", rank_pattern={"(.*)*(.*)*(.*)*x": 4})
     return "merge", "a", "merged", "--base-model", "m"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import chaos.hostile_inputs  # noqa: F401 (adds its cases)
 import pytest
 from chaos.hostile_cases import CASES, home
-from commands import trainkit
+from commands import trainkit, trainkit_each
 
 SOURCES = Path(__file__).parents[2] / "trainkit"
 RECIPE = """\
@@ -33,10 +33,18 @@ def parts(tmp_path_factory, tiny_llama):
     return [root / name for name in ("m", "d.jsonl", "r.yaml", "run", "zero")]
 
 
+@pytest.fixture(scope="module")
+def heard(parts, tmp_path_factory):
+    """What each case's command said, and the folder that it was typed in."""
+    roots = {name: home(tmp_path_factory.mktemp("case"), *parts) for name in CASES}
+    commands = [CASES[name](root) for name, root in roots.items()]
+    said = trainkit_each(list(roots.values()), commands)
+    return dict(zip(CASES, zip(roots.values(), said, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_by_name(name, parts, tmp_path):
-    root = home(tmp_path, *parts)
-    said = trainkit(root, *CASES[name](root), timeout=40)
+def test_it_is_refused_by_name(name, heard):
+    root, said = heard[name]
     assert not (root / "canary").exists()
     assert said.code in (1, 2), said
     assert "bug in trainkit" not in said.err, said.err[-3000:]

@@ -21,12 +21,9 @@ def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
-
-
 @pytest.mark.parametrize(
     ("number", "rank"),
-    [*((number, None) for number in ALL), (signal.SIGINT, 1), (signal.SIGTERM, 1)],
+    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGHUP, None), (signal.SIGUSR1, 1)],
     ids=by_name,
 )
 def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
@@ -45,9 +42,7 @@ def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     assert "continue with: trainkit " in said.err
 
 
-@pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0), (signal.SIGHUP, 3)], ids=by_name
-)
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0)], ids=by_name)
 def test_a_signal_to_the_launcher_stops_all_ranks(project, number, step):
     """torchrun by itself would end with 1, and die of SIGUSR1."""
     given = ("--config", "r.yaml", "--output-dir", "run")
@@ -90,21 +85,19 @@ def test_a_run_under_nohup_outlives_its_terminal(ignored):
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=by_name)
-def test_a_second_signal_to_the_launcher_aborts_the_ranks(second, tmp_path):
-    given = {"root": str(tmp_path), "seconds": 60.0, "second": int(second)}
+def test_a_second_signal_to_the_launcher_aborts_the_ranks(tmp_path):
+    given = {"root": str(tmp_path), "seconds": 60.0, "second": int(signal.SIGTERM)}
     ((code, seen),) = run_ranks(CASE, world_size=1, **given)
     assert (code, seen) == (143, ["15 15", "15 15"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=by_name)
-def test_a_second_signal_aborts_at_once(project, number):
+def test_a_second_signal_aborts_at_once(project):
     """The first one would be followed by checkpoint-3."""
-    said = project.sft("r.yaml", "--output-dir", "run", stop_at=3, number=number, presses=2)
-    assert said.code == 128 + number, said
+    said = project.sft("r.yaml", "-o", "run", stop_at=3, number=signal.SIGUSR1, presses=2)
+    assert said.code == 128 + signal.SIGUSR1, said
     told = status(project.root / "run")
     assert told["state"] == "interrupted"
-    assert told["reason"] == f"aborted by a second signal ({signal.Signals(number).name})"
+    assert told["reason"] == "aborted by a second signal (SIGUSR1)"
     assert newest_valid(project.root / "run").path.name == "checkpoint-2"
 
 
@@ -121,7 +114,7 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     assert newest_valid(run).path is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=by_name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=by_name)
 def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project, number):
     said = project.sft("r.yaml", "--output-dir", "run", stop_at=0, number=number)
     assert said.code == (130 if number == signal.SIGINT else 75)

@@ -1,6 +1,7 @@
-"""Checkpoints of GLM that differ in one thing."""
+"""Checkpoints of GLM that differ in one thing, and processes that convert one."""
 
 import json
+import threading
 from pathlib import Path
 
 import torch
@@ -39,3 +40,30 @@ def in_fp64(directory):
 def change_config(directory, change):
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+def memory_of(small, source, target):
+    """Bytes of its own, without mapped files, by which a process has grown at most.
+
+    It has converted a small model before.
+    """
+    from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
+
+    options = ConvertOptions(max_shard_bytes=20_000_000, verify=False)
+    convert_model(Path(small), Path(f"{target}-small"), "qwen2", options)
+    found, done = [_own_bytes()], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            found.append(_own_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    convert_model(Path(source), Path(target), "qwen2", options)
+    done.set(), thread.join()
+    return max(found) - found[0]
+
+
+def _own_bytes():
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) * 1024

@@ -172,12 +172,12 @@ def test_rewritten_manifest_is_not_believed(tmp_path):
         atomic.verify_directory(target)
 
 
-def test_thousand_random_faults_are_all_found(tmp_path):
-    """Byte flips, truncations, zero pages, deletions, additions: 1000 of 1000."""
+def test_random_faults_are_all_found(tmp_path):
+    """Byte flips, truncations, zero pages, deletions, additions."""
     pristine = make(tmp_path / "pristine", metadata={"step": 3, "note": "x" * 50})
     generator = random.Random(1)
     files = [path for path in sorted(pristine.rglob("*")) if path.is_file()]
-    for trial in range(1000):
+    for trial in range(250):
         victim = tmp_path / "victim"
         shutil.copytree(pristine, victim)
         path = victim / generator.choice(files).relative_to(pristine)

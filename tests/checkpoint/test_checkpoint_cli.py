@@ -109,9 +109,8 @@ def test_merge_a_zero3_checkpoint(tmp_path, capsys):
     assert all(torch.equal(ours[name], truth[name].to(ours[name].dtype)) for name in ours)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_merge_a_zero_checkpoint_of_an_adapter(tmp_path, capsys, stage):
-    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=stage, lora=True)
+def test_merge_a_zero_checkpoint_of_an_adapter(tmp_path, capsys):
+    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=1, lora=True)
     tokenizer = make_tokenizer()
     make_qwen2(len(tokenizer)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     command = ["merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "m")]

@@ -1,4 +1,7 @@
-"""``trainkit doctor``: every check answers, and a fault is named with what fixes it."""
+"""``trainkit doctor``: every check answers, and a fault is named with what fixes it.
+
+That every check answers here is seen in ``tests/run/test_run_started.py``.
+"""
 
 import importlib.metadata
 import json
@@ -20,17 +23,6 @@ from trainkit.doctor import CHECKS, Finding, checks
 Usage = namedtuple("Usage", "total used free")
 GIB = 2**30
 UNLIMITED = resource.RLIM_INFINITY
-
-
-def test_every_check_answers(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    main(["doctor", "--json"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    found = {row["check"]: row for row in rows}
-    assert {"python", "torch", "disk here", "open files", "hub"} <= found.keys()
-    (reduced,) = [row for name, row in found.items() if name.endswith("all-reduce")]
-    assert reduced["state"] == "ok", reduced
-    assert all((row["state"] == "ok") == (row["fix"] is None) for row in rows)
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warning", 0), ("error", 1)])

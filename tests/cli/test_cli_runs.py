@@ -1,7 +1,6 @@
 """``trainkit runs``, ``show`` and ``watch``, and what TAB offers."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -199,24 +198,15 @@ def test_no_run(tmp_path, capsys):
         ("trainkit show train_model/o", {"train_model/one"}),
     ],
 )
-def test_tab(line, offered, tmp_path):
+def test_tab(line, offered, tmp_path, monkeypatch, capsys):
     (tmp_path / "train_model" / "one").mkdir(parents=True)
     (tmp_path / "train_model" / "one" / "status.json").write_text("{}")
-    words = line.split(" ")
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "_TRAINKIT_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(words) - 1),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert offered <= set(done.stdout.split()), done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("_TRAINKIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    assert main([]) == 0
+    assert offered <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def sharded(stage):
     return {"shard": stage} if isinstance(stage, str) else {"stage": stage}
 
 
-@pytest.mark.sample("[023]", "fsdp2")
+@pytest.mark.sample("[23]", "fsdp2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
 def test_two_ranks_equal_one_process(stage, one_process, tmp_path):
     """fp32, the same global batches of 8: sums in another order, so 1e-5 relative over 8 steps."""
@@ -60,7 +60,7 @@ def test_two_ranks_sum_the_gradients_of_bf16_weights_in_fp32(tmp_path):
         assert ours == pytest.approx(wanted, rel=2e-5)
 
 
-@pytest.mark.sample("0", "2", "3")
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_sum_of_many_micro_batches_is_as_exact_as_that_of_few(stage, tmp_path):
     """32 micro-batches of bf16 gradients on two ranks, against their float64 sum.

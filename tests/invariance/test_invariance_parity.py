@@ -9,10 +9,8 @@ from invariance.parity_cases import differences
 from ranks import run_ranks
 
 CASES = {
-    "full": {"batch": 4},
     "full-autocast": {"batch": 4, "bf16": True, "dropout": 0.1},
-    "lora": {"batch": 4, "lora": True, "max_grad_norm": 0.5},
-    "lora-autocast": {"batch": 2, "lora": True, "bf16": True, "accumulate": 2},
+    "lora": {"batch": 2, "lora": True, "bf16": True, "accumulate": 2, "max_grad_norm": 0.5},
     "accumulation": {
         "batch": 2,
         "accumulate": 4,

@@ -182,6 +182,7 @@ def chain_of(model):
     return find_chain(model.config, lambda _: make_replica(model, 4096, least_layers=2))
 
 
+@pytest.mark.sample("False-[glb]*", "True-gemma2", "False-falcon_h1")
 @pytest.mark.parametrize("model_type", ODD)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stages_of_a_chain_are_the_whole(model_type, tied):

@@ -18,17 +18,16 @@ training: {learning_rate: 1e-3, per_device_train_batch_size: 2, max_steps: 4, lo
   gradient_checkpointing: true}
 """
 RUNS = {
-    "packed": (2, ["parallel.shard=zero3"], ["data.packing=true"]),
+    "packed": (
+        2,
+        # One data rank: its own denominator is that of all.
+        ["parallel.shard=zero3", "training.average_tokens_across_devices=false"],
+        ["data.packing=true"],
+    ),
     "padded": (
         4,
         ["parallel.shard=none"],
-        ["kernels=false", "training.label_smoothing_factor=0.1"],
-    ),
-    "lora": (
-        2,
-        # One data rank: its own denominator is that of all.
-        ["parallel.shard=zero2", "training.average_tokens_across_devices=false"],
-        ["lora.r=4"],
+        ["kernels=false", "training.label_smoothing_factor=0.1", "lora.r=4"],
     ),
 }
 """Ranks, how they are spread besides, and what one process is told as well."""

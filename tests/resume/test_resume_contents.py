@@ -153,10 +153,10 @@ STATES = [
 
 
 @pytest.mark.sample("*-0")
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("begun", ["lora"], indirect=True)
-def test_a_record_that_is_not_the_runs_is_named(begun, half):
-    values_of = STATES[half::2]
+def test_a_record_that_is_not_the_runs_is_named(begun, part):
+    values_of = STATES[part::4]
     states = (written("trainer_state.json", **values) for values in values_of)
     for values, said in zip(values_of, damaged(begun, *states), strict=True):
         assert "trainer_state.json" in said
@@ -198,9 +198,9 @@ def one(tensor):
     return tensor.flatten()[:1].clone()
 
 
-def are_named(begun, file, damages, damage, half):
-    """Each of a half of them by what of the run it is not, and by its file."""
-    damages = dict(list(damages.items())[half::2])
+def are_named(begun, file, damages, damage, part):
+    """Each of a quarter of them by what of the run it is not, and by its file."""
+    damages = dict(list(damages.items())[part::4])
     errors = damaged(begun, *map(damage, damages.values()))
     for named, said in zip(damages, errors, strict=True):
         assert named.strip() in said, named
@@ -209,9 +209,9 @@ def are_named(begun, file, damages, damage, half):
 
 
 @pytest.mark.sample("*-0")
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("begun", ["full"], indirect=True)
-def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun, half):
+def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun, part):
     """Each was taken up without a word: cast, broadcast, or begun at nothing."""
     group = ("param_groups", 0)
     damages = {
@@ -227,7 +227,7 @@ def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun, half)
         "param_groups": put(lambda groups: groups[:1], "param_groups"),
         "masters ": put(lambda masters: masters[:-1], "masters"),
     }
-    are_named(begun, "optimizer.pt", damages, lambda change: pickled("optimizer.pt", change), half)
+    are_named(begun, "optimizer.pt", damages, lambda change: pickled("optimizer.pt", change), part)
     for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (said,) = damaged(begun, lambda checkpoint, file=file: (checkpoint / file).unlink())
         assert f"{file} is missing" in said
@@ -242,10 +242,10 @@ SHARDS = {
 }
 
 
-@pytest.mark.sample("*1-0", "*3-1")
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.sample("*1-0", "*3-3")
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("begun", ["full zero1", "full zero3"], indirect=True)
-def test_shards_that_are_not_the_runs_are_named(begun, half, request):
+def test_shards_that_are_not_the_runs_are_named(begun, part, request):
     """DeepSpeed copies what it finds: one value into all, halves into singles."""
     masters, states = SHARDS[request.node.callspec.params["begun"].partition(" ")[2]]
     shard = "global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -262,13 +262,13 @@ def test_shards_that_are_not_the_runs_are_named(begun, half, request):
         "exp_avg_sq": without(place, states, "state", 0, "exp_avg_sq"),
         "maximize": put(True, place, states, "param_groups", 0, "maximize"),
     }
-    are_named(begun, "optim_states.pt", damages, lambda change: pickled(shard, change), half)
+    are_named(begun, "optim_states.pt", damages, lambda change: pickled(shard, change), part)
 
 
 @pytest.mark.sample("*-0")
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("begun", ["full fsdp2"], indirect=True)
-def test_parts_that_are_not_the_runs_are_named(begun, half):
+def test_parts_that_are_not_the_runs_are_named(begun, part):
     """Of torch's own format; pipelines have the same."""
 
     def parts(change):
@@ -292,4 +292,4 @@ def test_parts_that_are_not_the_runs_are_named(begun, half):
         " exp_avg": lambda held, name: without("state", name, "exp_avg")(held),
         "maximize": lambda held, name: put(True, "groups", 0, "maximize")(held),
     }
-    are_named(begun, "sharded_state", damages, parts, half)
+    are_named(begun, "sharded_state", damages, parts, part)

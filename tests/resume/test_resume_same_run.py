@@ -13,14 +13,12 @@ from resume.record import record
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 VARIANTS = {
-    "adapters in bf16": ["model.dtype=bfloat16"],
     "full in fp32": ["lora=null"],
     "full in bf16": ["lora=null", "model.dtype=bfloat16"],
     "some layers frozen": ["lora=null", 'model.frozen=["embed_tokens","0"]'],
-    "4-bit base": ["lora.quantize=nf4"],
+    "4-bit base": ["model.dtype=bfloat16", "lora.quantize=nf4"],
     "fp8 base": ["lora.quantize=fp8"],
-    "full in fp8": ["lora=null", "model.fp8=true", "kernels=true"],
-    "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
+    "full in fp8": ["lora=null", "model.fp8=true", "kernels=true", "training.logging_steps=5"],
     "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
     "evaluated each epoch": (
         ["training.num_train_epochs=2", "training.max_steps=-1", "training.eval_on_start=true"]
@@ -53,9 +51,7 @@ def broken_and_whole(project, arguments, num_ranks=1, config="r.yaml", again=Fal
     return record(project.root / "parts"), record(project.root / "whole")
 
 
-@pytest.mark.sample(
-    "adapters in bf16", "full in bf16", "4-bit base", "full in fp8", "rows*", "eval*"
-)
+@pytest.mark.sample("full in bf16", "4-bit base", "full in fp8", "eval*")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_process(project, variant):
@@ -84,7 +80,7 @@ ANSWERS = {**dict.fromkeys(("dpo", "orpo", "simpo", "reward"), pair), "kto": rat
 """By the objective that a shipped recipe is named after: a row of its data."""
 
 
-@pytest.mark.sample("quickstart-dpo", "quickstart-images", "llama3.1*", "glm4*")
+@pytest.mark.sample("quickstart-dpo", "glm4*")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes(project, path):

@@ -39,7 +39,7 @@ def killed_before(cwd, argv, name):
     return run_command(cwd, argv)
 
 
-@pytest.mark.sample("run", "status.json", "recipe.yaml", "checkpoint-2")
+@pytest.mark.sample("run", "recipe.yaml", "checkpoint-2")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_is_begun_again_wherever_its_start_was_killed(project, moment):
     command = ["sft", "--config", "r.yaml", "--output-dir", "run", "training.max_steps=2"]

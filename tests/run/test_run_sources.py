@@ -49,11 +49,8 @@ def test_benchmarks_and_answers_during_training_are_drawn(run):
             scores = {"eval_boolq/acc": step / 4, "eval_answers/exact_match": step / 5}
             metrics.append({"step": step, "eval_loss": 2.0, "eval_loss/a": 2.0, **scores})
     assert "evaluations.png" in {path.name for path in draw_plots(run)}
+    assert "loss_by_source.png" not in {path.name for path in run.plots.iterdir()}  # one source
     picture = dict(svg_plots(run))["Evaluations"]
     assert ">boolq/acc<" in picture
     assert ">answers/exact_match<" in picture
     assert ">loss/a<" not in picture
-
-
-def test_one_source_has_no_picture_of_its_own(trained_run):
-    assert "loss_by_source.png" not in {path.name for path in draw_plots(trained_run)}

@@ -1,5 +1,6 @@
 """A process that trainkit starts imports nothing from the user's folder."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.doctor.checks import check_all_reduce
+from trainkit.cli.app import main
 from trainkit.parallel.launch import Hosts, launch_command
 from trainkit.processes import STARTER, module_command
 
@@ -69,9 +70,18 @@ def test_the_command_and_train_sh_run_nothing_of_here(canary, monkeypatch):
     assert not re.search(r'"\$(python|candidate)" -[cm] ', install)  # they look here first
 
 
-def test_the_processes_of_torchrun_import_nothing_from_here(canary):
-    (found,) = check_all_reduce()
-    assert found.state == "ok", found
+def test_doctor_checks_everything_and_its_processes_import_nothing_from_here(
+    canary, capsys, monkeypatch
+):
+    """It starts torchrun."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    main(["doctor", "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {row["check"]: row for row in rows}
+    assert {"python", "torch", "disk here", "open files", "hub"} <= found.keys()
+    (reduced,) = [row for name, row in found.items() if name.endswith("all-reduce")]
+    assert reduced["state"] == "ok", reduced
+    assert all((row["state"] == "ok") == (row["fix"] is None) for row in rows)
     assert not canary.exists()
 
 

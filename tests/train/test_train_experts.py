@@ -265,7 +265,7 @@ MORE = {
 }
 
 
-@pytest.mark.sample("none-auto", "zero2-split", "zero3-auto", "fsdp2-split")
+@pytest.mark.sample("zero3-auto", "fsdp2-split")
 @pytest.mark.parametrize(
     ("spread", "experts"),
     [

@@ -11,12 +11,10 @@ from trainkit.objectives.sft import SourceLosses, distinct_labels
 
 CUTS = {
     "plain": {},
-    "kernels": {"kernels": True},
     "packed": {"kernels": True, "packed": True},
     "packed-plain": {"packed": True},
     "accumulated": {"kernels": True, "batch": 2, "accumulate": 4},
     "smoothed": {"label_smoothing_factor": 0.1},
-    "smoothed-kernels": {"kernels": True, "label_smoothing_factor": 0.1},
     "smoothed-packed": {"kernels": True, "packed": True, "label_smoothing_factor": 0.1},
 }
 
@@ -81,6 +79,7 @@ def rows_of_run(root, **training):
     return rows_of(trainer)
 
 
+@pytest.mark.sample("kernels")
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 def test_two_ranks_say_what_one_says(kernels, tmp_path):
     """Training included: only the order of fp32 sums differs."""

@@ -37,7 +37,7 @@ class BreakOff(TrainerCallback):
             raise RuntimeError("broken off")
 
 
-@pytest.mark.parametrize("stopped_at", [5, 20, 25])
+@pytest.mark.parametrize("stopped_at", [5, 25])
 def test_a_run_that_was_broken_off_ends_where_the_unbroken_one_does(
     stopped_at, tiny_tokenizer, tmp_path, monkeypatch
 ):
