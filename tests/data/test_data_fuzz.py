@@ -1,4 +1,4 @@
-"""Thousands of damaged files: no traceback, nothing lost in silence, good rows unharmed.
+"""Hundreds of damaged files: no traceback, nothing lost in silence, good rows unharmed.
 
 Every file mixes good rows with damaged ones. Whatever the damage, preparing either raises a
 DataError, or every row is kept or in the ledger, and the good rows' tokens are those of a clean
@@ -21,7 +21,7 @@ from trainkit.data.store import Ledger
 from trainkit.errors import DataError
 from trainkit.options import Source
 
-NUM_FILES = 3000
+NUM_FILES = 1000
 LIMIT = 20_000
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -170,7 +170,7 @@ def test_damaged_files(builder, clean, tmp_path, container):
 def test_damaged_files_end_to_end(tiny_tokenizer, tmp_path, monkeypatch, mask):
     monkeypatch.setattr(sources, "read_rows", partial(read_rows, max_row_bytes=LIMIT))
     refusals = []
-    for seed in range(60):
+    for seed in range(40):
         lines = lines_of(10_000 + seed)
         path = tmp_path / f"{seed}.jsonl"
         texts = [json.dumps(GOOD[g]).encode() if raw is None else raw for g, raw in lines]
@@ -190,4 +190,4 @@ def test_damaged_files_end_to_end(tiny_tokenizer, tmp_path, monkeypatch, mask):
         assert totals["dropped"] == len(written) == ledger.num("dropped")
         assert {json.loads(line)["file"] for line in written} <= {str(path)}
     assert all(refusals)
-    assert len(refusals) < 30
+    assert len(refusals) < 20

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+from collections import Counter
 
 import pytest
 from chats import chat
@@ -11,7 +12,7 @@ from trainkit.data import DataOptions, Source
 from trainkit.data.streaming import Position, SampleStream, first_look, sampled_digest
 from trainkit.errors import DataError
 
-ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(700)]
+ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(350)]
 
 
 def stream(tokenizer, *paths, packing=False, buffer=100, shuffle=True, **options):
@@ -39,8 +40,8 @@ def test_the_same_samples_as_prepared_and_the_ledger_once(write, ready, tiny_tok
     first = epoch(streamed)
     assert ids(first) == [tuple(data[i]["input_ids"].tolist()) for i in range(len(data))]
     entries = [entry for row in first for entry in row.entries]
-    assert [(entry.line, entry.action) for entry in entries] == [(1, "dropped"), (702, "dropped")]
-    assert sum(row.num_rows for row in first) == 702
+    assert [(entry.line, entry.action) for entry in entries] == [(1, "dropped"), (352, "dropped")]
+    assert sum(row.num_rows for row in first) == 352
     assert sum(row.num_dropped for row in first) == 2
     again = epoch(streamed, 1)
     assert ids(again) == ids(first)
@@ -68,16 +69,21 @@ def test_shares_are_disjoint_and_whole(write, tiny_tokenizer, num_shards):
     assert sorted(itertools.chain(*shards)) == sorted(ids(epoch(streamed)))
 
 
+@pytest.mark.sample("one-16", "two-3", "many-16")
 @pytest.mark.parametrize("num_shards", [3, 16])
-@pytest.mark.parametrize("sizes", [[1248], [1000, 61], [3] * 40 + [500]])
+@pytest.mark.parametrize(
+    "sizes", [[1248], [1000, 61], [3] * 40 + [500]], ids=["one", "two", "many"]
+)
 def test_shares_are_equal(write, tiny_tokenizer, num_shards, sizes):
     for n, size in enumerate(sizes):
         write([chat(f"{n}q{k}" + "x" * (k % 90), "a") for k in range(size)], f"d/{n:03d}.jsonl")
     streamed = stream(tiny_tokenizer, write([], "d/.hidden").parent, buffer=2000)
+    shares = []
+    for n in range(num_shards):
+        epochs = (row.position.epoch for row in streamed.rows(shard=n, num_shards=num_shards))
+        shares.append(Counter(itertools.takewhile(lambda number: number < 2, epochs)))
     for number in (0, 1):
-        rows = [
-            len(epoch(streamed, number, shard=n, num_shards=num_shards)) for n in range(num_shards)
-        ]
+        rows = [share[number] for share in shares]
         assert sum(rows) == sum(sizes)
         assert max(rows) - min(rows) <= 1
 
@@ -133,7 +139,7 @@ def test_a_stream_goes_on_from_any_position(write, tmp_path, tiny_tokenizer, kin
 
     whole = taken(count=130)
     assert whole[-1].position.epoch >= 2
-    for place in (0, 1, 5, 11, 23, 24, 25, 41, 60, 90):
+    for place in (0, 5, 23, 24, 60, 90):
         start = Position.from_dict(json.loads(json.dumps(whole[place].position.to_dict())))
         rest = taken(start, 130 - place - 1)
         assert [ids([row]) for row in rest] == [ids([row]) for row in whole[place + 1 :]]
@@ -145,7 +151,7 @@ def test_a_plain_file_is_read_on_from_the_byte(write, tiny_tokenizer):
     """What lies before the position is not even looked at."""
     path = write(ROWS)
     rows = epoch(stream(tiny_tokenizer, path, buffer=50))
-    number, place = next((n, r.position) for n, r in enumerate(rows) if r.position.block == 8)
+    number, place = next((n, r.position) for n, r in enumerate(rows) if r.position.block == 4)
     damaged = bytearray(path.read_bytes())
     start = place.places[0].next.offset
     assert start > len(damaged) / 3
@@ -178,7 +184,7 @@ def test_memory_is_two_blocks(write, tiny_tokenizer, monkeypatch):
 
     monkeypatch.setattr(streaming.Block, "__init__", counting)
     rows = stream(tiny_tokenizer, write(ROWS), buffer=50).rows()
-    for number, row in enumerate(itertools.islice(rows, 500)):
+    for number, row in enumerate(itertools.islice(rows, 300)):
         read = sum(len(block._samples) for block in alive[-2:])
         # A block ends with the run that fills it: 64 rows more at most.
         assert read <= 2 * (50 + 64), number
@@ -196,7 +202,7 @@ def test_dropped_rows_are_held_against_the_limit_while_reading(write, tiny_token
         list(itertools.islice(counted, 2000))
     # Two passes over the same file do not count twice.
     fine = stream(tiny_tokenizer, path, max_dropped=0.11).rows()
-    assert len(list(itertools.islice(fine, 5000))) == 5000
+    assert len(list(itertools.islice(fine, 2500))) == 2500
     # A file too short to judge on the way is judged at its end.
     short = stream(tiny_tokenizer, write(rows[:200], "short.jsonl"), max_dropped=0.05).rows()
     with pytest.raises(DataError, match="20 of the 200 rows"):
@@ -271,6 +277,6 @@ def test_changed_content_of_the_same_size_is_another_stream(write, tiny_tokenize
         return first_look(streamed, tiny_tokenizer, num_shards=1)[2]
 
     assert parts(ROWS) == parts(ROWS)
-    changed = [*ROWS[:400], chat("q400", "b400" * 2), *ROWS[401:]]
+    changed = [*ROWS[:200], chat("q200", "b200" * 5), *ROWS[201:]]
     assert len(json.dumps(changed)) == len(json.dumps(ROWS))
     assert parts(ROWS)["files"] != parts(changed)["files"]

@@ -135,12 +135,12 @@ def _words(pick):
 
 
 @pytest.mark.sample("0")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_an_answer_holds_together(said, seed):
     """Owners make the peak, larger is not smaller, and what is suggested is what is then said."""
     pick = random.Random(seed)
     answered = 0
-    while answered < 3:
+    while answered < 2:
         model, (words, place, rows, length) = _model(pick), _words(pick)
         found = said(model, *words, *place)
         if isinstance(found, str):
@@ -163,7 +163,7 @@ def test_an_answer_holds_together(said, seed):
                 ),
             ):
                 assert isinstance(more, str) or more["peak_gib"] >= found["peak_gib"], about
-        for each in found["suggestions"][:2]:
+        for each in found["suggestions"][:1]:
             again = said(model, *with_settings(words, each), *place)
             assert again["fits"], (about, each)
             assert again["peak_gib"] == pytest.approx(each["peak_gib"], rel=0.01), (about, each)

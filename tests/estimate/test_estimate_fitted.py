@@ -19,6 +19,7 @@ from trainkit.recipe import load_recipe
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
 
 
+@pytest.mark.sample("*lora-24g-1", "*10g*", "*fp8*", "*40g*", "*full-24g*")
 @pytest.mark.parametrize(
     ("model", "method", "gpu", "gpus"),
     [

@@ -114,7 +114,7 @@ LEFT_OUT = ("buffers", "fragmentation")
 """Of a GPU's libraries."""
 
 
-@pytest.mark.sample("gemma4", "qwen3_vl")
+@pytest.mark.sample("qwen3_vl")
 @pytest.mark.parametrize("model_type", VISION)
 def test_kernels_count_in_models_as_large_as_published_ones(model_type):
     config = AutoConfig.for_model(model_type)

@@ -249,7 +249,10 @@ def test_the_tokenizer_of_a_trained_adapter_serves_to_look_at_data(adapter, tmp_
 
 
 @pytest.mark.parametrize("kind", OTHER_ADAPTERS)
-def test_an_adapter_of_another_kind_is_put_over_its_own_base_alone(kind, tiny_qwen2, tmp_path):
+def test_an_adapter_of_another_kind_is_put_over_its_own_base_alone(
+    kind, tiny_qwen2, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("peft.tuners.boft.layer._FBD_CUDA", False)  # not compiled, for a GPU
     more = {f"{kind}_block_size": 8} if kind in ("oft", "boft") else {}
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     attach(model, LoraOptions(peft={"peft_type": kind, **more})).save_pretrained(tmp_path / "mine")
