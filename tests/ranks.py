@@ -126,7 +126,7 @@ def _warm():
     from trainkit.lora.read_weights import read_weights
     from trainkit.options.model import LoraOptions
     from trainkit.recipe.keys import key_references
-    from trainkit.run import environment, report, status
+    from trainkit.run import environment, report, starts, status
     from trainkit.train.resume.surroundings import code_digest, versions
 
     for file in sorted((TESTS.parent / "trainkit").rglob("[!_]*.py")):
@@ -134,7 +134,7 @@ def _warm():
         if parts[1] not in ("bench", "replace_kernel", "started"):  # they act at once
             importlib.import_module(".".join(parts))
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
-    code_digest(), versions(()), key_references(), status._shape()
+    code_digest(), versions(()), key_references(), status._shape(), starts._shape()
     report.parts(), report.parts("model_card.md")
     make_tokenizer().apply_chat_template([{"role": "user", "content": "a"}])
     for family in ("llama", "qwen2"):

@@ -31,7 +31,8 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
     adapted: dict[tuple[Any, ...], int] = defaultdict(int)
     covered: set[int] = set()
     unmergeable: dict[str, int] = defaultdict(int)
-    for name, layer in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, layer in modules.items():
         if not isinstance(layer, BaseTunerLayer):
             continue
         parameter = getattr(layer, "parameter_name", None)
@@ -47,7 +48,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:
             unmergeable[kind] += 1
     trained_whole: dict[str, int] = defaultdict(int)
-    for name, wrapper in model.named_modules():
+    for name, wrapper in modules.items():
         if isinstance(wrapper, ModulesToSaveWrapper):
             trained_whole[_kind(name)] += 1
             covered |= {id(module) for module in wrapper.modules()}  # copy and original
@@ -57,7 +58,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
             for (kind, what, lora_rank, scaling), number in adapted.items()
         ],
         "trained_whole": dict(trained_whole),
-        "not_adapted": _not_adapted(model, covered),
+        "not_adapted": _not_adapted(modules, covered),
         "unmergeable": dict(unmergeable),
         "storage": _storage(model),
     }
@@ -102,14 +103,14 @@ def _kind(name: str) -> str:
     return _LAYER.sub("", tail)
 
 
-def _not_adapted(model: nn.Module, covered: set[int]) -> dict[str, int]:
+def _not_adapted(modules: dict[str, nn.Module], covered: set[int]) -> dict[str, int]:
     """Linear layers, routers and expert weights that carry no adapter."""
     left: dict[str, int] = defaultdict(int)
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         is_router = name.endswith((".router", ".gate")) and not isinstance(module, BaseTunerLayer)
         if ".lora_" not in name and (isinstance(module, nn.Linear) or is_router):
             left[_kind(name)] += id(module) not in covered
-    for name, parameter in expert_parameters(model).items():
+    for name, parameter in expert_parameters(modules[""]).items():
         left[_kind(name)] += id(parameter) not in covered
     return {kind: number for kind, number in left.items() if number}
 

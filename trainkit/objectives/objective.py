@@ -307,10 +307,6 @@ class TrainingData:
     sample_name: Callable[[Any], str] = str
     has_equal_epochs: bool = True
 
-    def one_batch(self) -> dict[str, torch.Tensor]:
-        """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
-        return next(self.first_samples())
-
     def longest_batch(self, rows: int) -> dict[str, Any]:
         """The largest batch of so many rows that there can be, counts included."""
         self._come_to_rows()

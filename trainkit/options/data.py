@@ -406,9 +406,6 @@ class DataSection(SampleOptions, _Files):
                 )
         return self
 
-    def sample_options(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in SampleOptions.model_fields}
-
     def with_format(self, sources: list[Source]) -> tuple[Source, ...]:
         return tuple(
             source.replace(format=self.format) if source.format == "auto" else source

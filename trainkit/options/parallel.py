@@ -182,6 +182,8 @@ class Combination:
     """What of a recipe the rows look at.
 
     Attributes:
+        shard: a strategy's name, or a file.
+        tensor, sequence, pipeline: ranks that products, rows and layers are split over.
         is_packed: several documents share a row.
         computes_fp8: matrix products run in fp8.
         recompute: the recipe's ``recompute``, spelt out; None where nothing is recomputed.
@@ -194,12 +196,16 @@ class Combination:
         routers: the keys that give the routers losses.
     """
 
-    parallel: ParallelOptions
+    shard: str
+    tensor: int
+    sequence: int
+    pipeline: int
+    schedule: str | None
+    training: Mapping[str, Any]
     model_dtype: str = "bfloat16"
     quantize: str | None = None
     has_adapters: bool = False
     is_packed: bool = False
-    training: dict[str, Any] | None = None
     attention: str = "auto"
     max_length: int = 0
     computes_fp8: bool = False
@@ -214,27 +220,3 @@ class Combination:
     offloads: str | None = None
     measures: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
-
-    @property
-    def shard(self) -> str:
-        """A strategy's name, or a file."""
-        return self.parallel.shard
-
-    @property
-    def tensor(self) -> int:
-        """Ranks that products are split over."""
-        return self.parallel.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that rows are split over."""
-        return self.parallel.sequence
-
-    @property
-    def pipeline(self) -> int:
-        """Ranks that layers are split over."""
-        return self.parallel.pipeline
-
-    def of_training(self, name: str) -> Any:
-        """A value of ``training``, None where nothing is said."""
-        return (self.training or {}).get(name)

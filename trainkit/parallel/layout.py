@@ -113,11 +113,6 @@ class Layout:
         return RowSplit.of([range(start, start + reach, apart) for start in starts])
 
     @property
-    def keeps_masters(self) -> bool:
-        """Whether the engine keeps fp32 copies of half-precision weights."""
-        return self.engine.keeps_masters
-
-    @property
     def optimizer_shards(self) -> int:
         """Into how many parts the optimizer's state is cut."""
         if self.options.pipeline > 1:

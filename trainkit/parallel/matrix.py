@@ -45,7 +45,7 @@ def _no_flat_shards(*, with_reason: str) -> Refusal:
     """Optimizers that ZeRO's flat shards would make another algorithm of, by the reason why."""
 
     def applies(combination: Combination) -> bool:
-        row = optimizer_row(combination.of_training("optim"))
+        row = optimizer_row(combination.training.get("optim"))
         return _deepspeed(combination) and ZERO not in row.shards and row.why_whole == with_reason
 
     return Refusal(
@@ -130,7 +130,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: _splits_products(one) and any(map(one.of_training, COMPILES)),
+        lambda one: _splits_products(one) and any(map(one.training.get, COMPILES)),
         "a compiled model with parallel.tensor has not been held against an uncompiled one",
         "remove torch_compile, or parallel.tensor",
     ),
@@ -148,7 +148,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: _splits_rows(one) and any(map(one.of_training, COMPILES)),
+        lambda one: _splits_rows(one) and any(map(one.training.get, COMPILES)),
         "a compiled model whose ranks share rows has not been held against an uncompiled one",
         "remove torch_compile, or parallel.sequence",
     ),
@@ -167,14 +167,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "parallel.schedule",
-        lambda one: _fsdp2(one) and one.parallel.schedule == "zbv",
+        lambda one: _fsdp2(one) and one.schedule == "zbv",
         "zbv adds to the gradients of weights past autograd, where fsdp2 would gather and sum them",
         "set schedule: 1f1b or interleaved, or remove parallel.shard",
     ),
     *(
         Refusal(
             key,
-            lambda one, key=key: one.parallel.schedule == "zbv" and one.offloads == key,  # type: ignore[misc]
+            lambda one, key=key: one.schedule == "zbv" and one.offloads == key,  # type: ignore[misc]
             "zbv recomputes a stage as a whole, and layers' inputs are not there to be sent away",
             f"remove {key}, or set schedule: 1f1b or interleaved",
         )
@@ -229,7 +229,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "training.optim",
         lambda one: (
-            one.pipeline > 1 and one.of_training("optim") not in (None, *SHARDED_OPTIMIZERS)
+            one.pipeline > 1 and one.training.get("optim") not in (None, *SHARDED_OPTIMIZERS)
         ),
         "the stages' states are saved by the names of weights, which has been held against one "
         "process for torch's own optimizers: " + ", ".join(SHARDED_OPTIMIZERS),
@@ -289,7 +289,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "training.gradient_checkpointing_kwargs",
         lambda one: (
             one.pipeline > 1
-            and bool((one.of_training("gradient_checkpointing_kwargs") or {}).get("use_reentrant"))
+            and bool((one.training.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant"))
         ),
         "a stage's gradients pass re-entrant checkpointing by",
         "set use_reentrant: false",
@@ -310,14 +310,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "model.dtype",
         lambda one: (
-            one.pipeline > 1 and (one.model_dtype == "float16" or bool(one.of_training("fp16")))
+            one.pipeline > 1 and (one.model_dtype == "float16" or bool(one.training.get("fp16")))
         ),
         "the loss scaler of fp16 would have to agree over the stages",
         "set model.dtype: bfloat16",
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: one.pipeline > 1 and any(map(one.of_training, COMPILES)),
+        lambda one: one.pipeline > 1 and any(map(one.training.get, COMPILES)),
         "compiled stages have not been held against an uncompiled model",
         "remove torch_compile, or parallel.pipeline",
     ),
@@ -327,7 +327,7 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda one, key=key, dtype=dtype: (  # type: ignore[misc]
                 _deepspeed(one)
                 and one.quantize is not None
-                and bool(one.of_training(key))
+                and bool(one.training.get(key))
                 and one.model_dtype != dtype
             ),
             "DeepSpeed casts every weight to this dtype, and a packed base holds codes, which "
@@ -338,13 +338,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "training.fp16",
-        lambda one: _fsdp2(one) and (one.model_dtype == "float16" or one.of_training("fp16")),
+        lambda one: (
+            _fsdp2(one) and (one.model_dtype == "float16" or bool(one.training.get("fp16")))
+        ),
         "fsdp2 keeps fp32 shards and has no loss scaler here, which fp16 needs",
         "set model.dtype: bfloat16, or parallel: {shard: zero3}",
     ),
     Refusal(
         "training.optim",
-        lambda one: _fsdp2(one) and one.of_training("optim") not in (None, *SHARDED_OPTIMIZERS),
+        lambda one: _fsdp2(one) and one.training.get("optim") not in (None, *SHARDED_OPTIMIZERS),
         "fsdp2 gives an optimizer parts of weights, which torch's own can take: "
         + ", ".join(SHARDED_OPTIMIZERS),
         "set training.optim: adamw_torch_fused, or parallel: {shard: zero2}",
@@ -369,7 +371,7 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for key, uses in (
             ("optim_in_backward", lambda one: one.optim_in_backward),
-            ("training.optim", lambda one: one.of_training("optim") == "flat_adamw"),
+            ("training.optim", lambda one: one.training.get("optim") == "flat_adamw"),
         )
     ),
     Refusal(
@@ -380,7 +382,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: _fsdp2(one) and any(map(one.of_training, COMPILES)),
+        lambda one: _fsdp2(one) and any(map(one.training.get, COMPILES)),
         "a compiled model whose layers fsdp2 gathers has not been held against an uncompiled one",
         "remove torch_compile, or set parallel: {shard: zero2}",
     ),
@@ -394,7 +396,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "training.torch_compile",
         lambda one: (
-            any(map(one.of_training, COMPILES))
+            any(map(one.training.get, COMPILES))
             and one.recompute is not None
             and (
                 one.recompute.selective
@@ -410,8 +412,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "training.load_best_model_at_end",
         lambda one: (
             _fsdp2(one)
-            and bool(one.of_training("load_best_model_at_end"))
-            and bool(one.of_training("save_only_model"))
+            and bool(one.training.get("load_best_model_at_end"))
+            and bool(one.training.get("save_only_model"))
         ),
         "with save_only_model fsdp2 keeps no fp32 shards to take the best weights from",
         "remove one of the two",

@@ -1,6 +1,7 @@
 """From a recipe file, overrides and options to a checked ``Recipe``, or to every error in it."""
 
 import copy
+import functools
 import glob
 import json
 import os
@@ -49,8 +50,13 @@ class ResolvedValue:
 def shown(values: Iterable[ResolvedValue]) -> Iterator[tuple[ResolvedValue, Any]]:
     """Each with what may be shown of it: ``<redacted>`` where its key or its text is secret."""
     values = [*values]
-    pairs = redact([{value.key.rpartition(".")[2]: value.value} for value in values])
-    return ((value, *pair.values()) for value, pair in zip(values, pairs, strict=True))
+    # Numbers hide nothing, and most values are some.
+    words = [one for one in values if not isinstance(one.value, int | float | None)]
+    pairs = redact([{one.key.rpartition(".")[2]: one.value} for one in words])
+    hidden = {
+        one.key: said for one, pair in zip(words, pairs, strict=True) for said in pair.values()
+    }
+    return ((one, hidden.get(one.key, one.value)) for one in values)
 
 
 @dataclass(frozen=True)
@@ -371,11 +377,19 @@ def yaml_text(value: Any) -> str:
     """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
     if value is None or isinstance(value, int):
         return json.dumps(value)  # the same, and most are
+    # A start writes its values twice, and most are words.
+    return _word(value) if isinstance(value, str) else _dumped(value)
+
+
+def _dumped(value: Any) -> str:
     text = yaml.dump(
         value, None, _OneLine, default_flow_style=True, sort_keys=False, allow_unicode=True,
         width=2**31,
     )  # fmt: skip
     return text.removesuffix("...\n").strip()
+
+
+_word = functools.lru_cache(1024)(_dumped)
 
 
 def dump_resolved(

@@ -150,7 +150,11 @@ class Recipe(Section):
             "lora.offload_activations": lora is not None and lora.offload_activations is True,
         }
         return Combination(
-            parallel=self.parallel,
+            shard=self.parallel.shard,
+            tensor=self.parallel.tensor,
+            sequence=self.parallel.sequence,
+            pipeline=self.parallel.pipeline,
+            schedule=self.parallel.schedule,
             model_dtype=self.model.dtype,
             quantize=lora.quantize if lora else None,
             has_adapters=lora is not None,

@@ -8,6 +8,7 @@ the recipe as given, from which every start works out its values again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -62,17 +63,21 @@ def append_start(run: RunDirectory, start: Start) -> None:
     write_text_atomic(run.changes, whole + line)
 
 
+@functools.cache
+def _shape() -> TypeAdapter[Start]:
+    return TypeAdapter(Start)
+
+
 def read_starts(run: RunDirectory) -> list[Start]:
     """The starts so far; every one is written with those before it, so none is ever torn."""
     say_if_changed(run.changes)
     if not run.changes.is_file():
         return []
-    shape = TypeAdapter(Start)
     starts = []
     lines = run.changes.read_bytes().removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            starts.append(shape.validate_json(line, strict=True))
+            starts.append(_shape().validate_json(line, strict=True))
         except ValueError as error:
             raise RunDirectoryError(
                 f"line {number} is damaged, so what the run was given is not known",

@@ -256,7 +256,7 @@ def _build(run: Run) -> None:
     refuse_disagreement(run.process, {"kernels": built.runs})
     review_built(run)
     try:
-        record = built.check_kernels(run.data.train.one_batch())
+        record = built.check_kernels(next(run.data.train.first_samples()))
     except ProofError as error:
         if run.process.is_main:
             run.directory.write_json(run.directory.kernels, {error.part: error.rows})
@@ -372,7 +372,8 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     hooks += [LeakTest()] if recipe.data.packing else []
     if recipe.preference is not None and recipe.preference.share_prompts:
         hooks.append(SharedPrompts())
-    if recipe.lora is not None:
+    adapted = run.built.adapters["adapted"] if run.built.adapters is not None else ()
+    if any(row["what"] == "parameter" for row in adapted):
         from trainkit.train.experts import ExpertsTrain
 
         hooks.append(ExpertsTrain())

@@ -25,7 +25,9 @@ class ExpertsTrain(Hook):
     """
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        self._routing = routing_of(loop)
+        # Where the loss counts what experts are given.
+        parts = getattr(loop.loss.train_metrics, "parts", ())
+        self._routing = next((each for each in parts if isinstance(each, Routing)), None)
         self._got: dict[str, Tensor] = {}
         self._moving: dict[str, tuple[Any, Tensor]] = {}
         self._hooks = []
@@ -74,12 +76,6 @@ class ExpertsTrain(Hook):
         for name, (_, wanted) in self._moving.items():
             _refuse(name, wanted & ~moved[name], "did not move: the optimizer does not have it")
         self._moving = {}
-
-
-def routing_of(loop: LoopState) -> Routing | None:
-    """Where the loss counts what experts are given."""
-    parts = getattr(loop.loss.train_metrics, "parts", ())
-    return next((each for each in parts if isinstance(each, Routing)), None)
 
 
 def _adapters(model: nn.Module) -> list[tuple[str, Any]]:

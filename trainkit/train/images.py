@@ -19,6 +19,7 @@ from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import ModelError
 from trainkit.models.tokenizer import from_pretrained_arguments, load_config, stop_token_ids
 from trainkit.options import ImageOptions, ModelOptions
+from trainkit.options.data import SampleOptions
 from trainkit.options.vision import VISION, why_unserved
 from trainkit.recipe import Recipe
 
@@ -39,7 +40,7 @@ def data_options(
             config = load_config(recipe.model)
     text = None if config is None or is_gguf else config.get_text_config()
     return DataOptions(
-        **data.sample_options(),
+        **{key: getattr(data, key) for key in SampleOptions.model_fields},
         stop_token_ids=stop_token_ids(recipe.model, config),
         # Tokens that the recipe adds get rows.
         num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),

@@ -69,12 +69,8 @@ def clean_leftovers(parent: Path) -> list[Path]:
     return removed
 
 
-def write_owner(staging: Path) -> None:
-    """Say next to a staging directory that this process is at work in it."""
-    owner_file(staging).write_text(json.dumps(asdict(Process.this())), encoding="utf-8")
-
-
 def owner_file(staging: Path) -> Path:
+    """Next to a staging directory: the process that is at work in it."""
     return staging.with_name(staging.name + _OWNER_SUFFIX)
 
 
@@ -164,7 +160,7 @@ def stage(target: Path, *, replace: bool = False, makes_parent: bool = True) -> 
             target.parent.mkdir(parents=True, exist_ok=True)
         clean_leftovers(target.parent)
         # The owner is written first: a staging directory without one is never a fresh one.
-        write_owner(staging)
+        owner_file(staging).write_text(json.dumps(asdict(Process.this())), encoding="utf-8")
         staging.mkdir()
     except OSError as error:
         if _is_disk_full(error, target.parent):
