@@ -319,7 +319,16 @@ class Engine:
         self._hold(training)
         self._cast()
         if self.ranks.num_processes > 1 and not training.averages:
-            self.wrapped = self._distributed(self.model)
+            args = self.args
+            options = {
+                "find_unused_parameters": args.ddp_find_unused_parameters,
+                "bucket_cap_mb": args.ddp_bucket_cap_mb,
+                "broadcast_buffers": args.ddp_broadcast_buffers,
+                "static_graph": args.ddp_static_graph,
+            }
+            given = {name: value for name, value in options.items() if value is not None}
+            devices = [args.device] if args.device.type == "cuda" else None
+            self.wrapped = DistributedDataParallel(self.model, device_ids=devices, **given)
         return self._compiled()
 
     def forget(self) -> None:
@@ -352,18 +361,6 @@ class Engine:
             return convert_to_fp32(outputs)
 
         self.model.forward = cast
-
-    def _distributed(self, model: Any) -> Any:
-        args = self.args
-        options = {
-            "find_unused_parameters": args.ddp_find_unused_parameters,
-            "bucket_cap_mb": args.ddp_bucket_cap_mb,
-            "broadcast_buffers": args.ddp_broadcast_buffers,
-            "static_graph": args.ddp_static_graph,
-        }
-        given = {name: value for name, value in options.items() if value is not None}
-        devices = [args.device] if args.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, **given)
 
     def _compiled(self) -> Any:
         args = self.args

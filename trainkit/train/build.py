@@ -7,6 +7,7 @@ data), then the model, its kernels and adapters, then training, then what is lef
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -179,7 +180,8 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     decided_by_main(run.process, lambda: refuse_small_disk(loop, run.root))
-    run.checkpoints.needed = lambda: checkpoint_bytes(loop)
+    # Asked once: it goes through every tensor, and stays so.
+    run.checkpoints.needed = functools.cache(lambda: checkpoint_bytes(loop))
     run.watch = _watch(run)
     with run.watch.watching():
         started = time.perf_counter()

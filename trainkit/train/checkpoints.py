@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,6 @@ class CheckpointWriter:
     _error: BaseException | None = None
     _notes: Notes | None = None
 
-    @cached_property
-    def _expected(self) -> int:
-        """What `needed` said at the first save: it goes through every tensor, and stays so."""
-        return self.needed()
-
     def wait(self) -> None:
         """Until the last checkpoint is there."""
         if self._writing is not None:
@@ -239,8 +234,9 @@ class CheckpointWriter:
         if ranks.is_main_process:
             if target.exists():
                 remove_directory(target)  # written by an attempt that is being redone
-            sizes = [size_of(path) for path in checkpoints_in(self.root)]
-            shortage = partial(free_space_check, target, max([self._expected, *sizes]))
+            files = (folder.rglob("*") for folder in checkpoints_in(self.root))
+            sizes = [sum(each.stat().st_size for each in one if each.is_file()) for one in files]
+            shortage = partial(free_space_check, target, max([self.needed(), *sizes]))
         save = Save(_staged(target, ranks) / target.name)
         save.attempt(partial(save.directory.mkdir, exist_ok=True))
         if ranks.is_main_process:
@@ -337,10 +333,6 @@ def remember_origin(
     """
     write_fingerprint(directory, files)
     copy_processors(stored_at(base), directory, of_images)
-
-
-def size_of(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _staged(target: Path, ranks: Ranks, *, replace: bool = False) -> Path:

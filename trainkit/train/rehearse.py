@@ -232,7 +232,8 @@ def _compare(whole: Path, broken: Path, verdict: Verdict) -> None:
 def _digests(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         if path.suffix in _STATES:
-            yield path.relative_to(folder).as_posix(), hash_file(path).sha256
+            name = path.relative_to(folder).as_posix()
+            yield name, hash_file(path, name).sha256
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:

@@ -70,8 +70,8 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def hash_file(path: Path, *, fsync: bool = False) -> FileEntry:
-    """Read a file through; ``path`` of the entry is the bare name.
+def hash_file(path: Path, name: str, *, fsync: bool = False) -> FileEntry:
+    """Read a file through; ``name`` is the entry's path.
 
     A link is refused; ``fsync`` also forces the file to the disk first.
     """
@@ -84,18 +84,13 @@ def hash_file(path: Path, *, fsync: bool = False) -> FileEntry:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
-    return FileEntry(path.name, size, digest.hexdigest())
+    return FileEntry(name, size, digest.hexdigest())
 
 
 def hash_files(root: Path, paths: Iterable[str], *, fsync: bool = False) -> list[FileEntry]:
     """Hash files under ``root`` on a few threads (hashlib releases the GIL)."""
-
-    def one(path: str) -> FileEntry:
-        entry = hash_file(root / path, fsync=fsync)
-        return FileEntry(path, entry.size, entry.sha256)
-
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(one, paths))
+        return list(pool.map(lambda path: hash_file(root / path, path, fsync=fsync), paths))
 
 
 def list_files(root: Path) -> list[str]:
