@@ -34,11 +34,16 @@ def refuse_unfit_model(
 ) -> None:
     """Hold a recipe against the model's modules and shapes."""
     if packing:
-        named = kernels if isinstance(kernels, bool) else kernels.get("gated_delta_rule", True)
-        refuse_recurrent(config, apart=named)
-    skeleton = skeleton_of(config)
+        apart = kernels if isinstance(kernels, bool) else kernels.get("gated_delta_rule", True)
+        refuse_recurrent(config, apart=apart)
+    every = None if recompute is None else recompute.every
+    named = None if projected in ("all-linear", "all_linear") else projected
+    wanted = Fp8Options.of(fp8)
+    ops = {} if isinstance(kernels, bool) else {op: kernels[op] for op in OPS if op in kernels}
+    asks = lora is not None or every is not None or wanted or named is not None or any(ops.values())
+    skeleton = skeleton_of(config) if asks else None
     if skeleton is None:
-        return  # its own code: judged when it is loaded
+        return  # nothing is asked of its modules; or its own code: judged when it is loaded
     if lora is not None:
         from trainkit.lora.targets import resolve_and_check
 
@@ -47,18 +52,18 @@ def refuse_unfit_model(
             from trainkit.lora.quant import refuse_unpackable
 
             refuse_unpackable(skeleton, lora)
-    if recompute is not None and recompute.every is not None:
-        _refuse_every(skeleton, recompute.every)
-    if (wanted := Fp8Options.of(fp8)) is not None:
+    if every is not None:
+        _refuse_every(skeleton, every)
+    if wanted is not None:
         from trainkit.models.fp8.choice import find_candidates
 
         find_candidates(skeleton, wanted, frozen=lora is not None)
-    if projected is not None and projected not in ("all-linear", "all_linear"):
-        _refuse_unmatched(skeleton, projected)
-    if not isinstance(kernels, bool) and any(kernels.get(op) for op in OPS):
+    if named is not None:
+        _refuse_unmatched(skeleton, named)
+    if any(ops.values()):
         from trainkit.models.patch import patch_kernels
 
-        patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
+        patch_kernels(skeleton, ops).revert()
 
 
 def context_warning(
