@@ -12,25 +12,24 @@ HEAVY = ("torch", "triton", "transformers", "datasets", "deepspeed", "peft", "ac
 OF_MODELS = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo")
 
 
-def loaded_by(code, heavy=HEAVY):
-    """The heavy modules in sys.modules after running ``code`` in a fresh interpreter."""
-    probe = f"{code}\nimport sys; print([m for m in {heavy!r} if m in sys.modules])"
-    return python("-c", probe).strip().splitlines()[-1]
+def loaded_by(code, then=""):
+    """The heavy modules behind ``code`` in a fresh interpreter; those of models behind both."""
+    probe = "\nimport sys; print([m for m in {} if m in sys.modules])\n"
+    said = python("-c", code + probe.format(HEAVY) + then + probe.format(OF_MODELS))
+    return said.splitlines()[-2:]
 
 
 def test_light_modules_stay_light():
     light = "trainkit, trainkit.recipe, trainkit.run, trainkit.errors, trainkit.cli.app"
-    assert loaded_by(f"import {light}") == "[]"
+    assert loaded_by(f"import {light}")[0] == "[]"
 
 
-def test_kernels_bring_torch_and_triton_only():
-    assert set(eval(loaded_by("import trainkit.kernels"))) <= {"torch", "triton"}
-
-
-def test_what_only_needs_a_tokenizer_brings_no_models():
+def test_kernels_bring_torch_and_triton_only_and_what_needs_a_tokenizer_brings_no_models():
     """Half of the processor time of `trainkit data check` went there."""
     code = "import trainkit.train.images; from trainkit.models.tokenizer import load_tokenizer"
-    assert loaded_by(code, OF_MODELS) == "[]"
+    of_kernels, of_models = loaded_by("import trainkit.kernels", code)
+    assert set(eval(of_kernels)) <= {"torch", "triton"}
+    assert of_models == "[]"
 
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ _LARGE = ["model.name_or_path=qwen2.5-14b", "data.max_length=2048"]
 
 
 @pytest.mark.sample(
-    *("*recompute=full*", "*muon*", "*sequence*", "*tensor*", "*pipeline*a100*", "*zero3*"),
+    *("*sequence*", "*tensor*", "*pipeline*a100*", "*zero3*"),
     *("*quantize=nf4'?-*", "*compile*", "*apollo*", "*budget*"),
 )
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def allocated(run):
     return most
 
 
+@pytest.mark.sample("qwen2_5_vl-*", "gemma3-frozen", "gemma3-lora on it", "idefics3-trained")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "idefics3"])
 def test_a_peak_with_images_is_the_allocators(model_type, way):

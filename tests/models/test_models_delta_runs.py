@@ -104,7 +104,7 @@ def test_decays_train_in_fp32_and_no_weight_decay_shrinks_them(base, tmp_path):
     assert found["model.layers.0.linear_attn.in_proj_a.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.sample("zero3", "fsdp2")
+@pytest.mark.sample("zero3")
 @pytest.mark.parametrize("shard", ["none", "zero2", "zero3", "fsdp2"])
 def test_ranks_are_one_process_and_go_on_to_the_same_bytes(shard, base, tmp_path, alone):
     words = [f"parallel.shard={shard}"]

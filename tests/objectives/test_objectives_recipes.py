@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from commands import trainkit
+from commands import trainkit, trainkit_each
 from objectives.pair_cases import pair, rated
 from objectives.test_objectives_pairs import logged
 
@@ -115,17 +115,14 @@ def test_falling_answers_are_warned_of_once():
 
 
 def test_an_estimate_counts_both_answers_and_says_what_it_leaves_out(tmp_path):
-    found = {}
-    for objective in ("sft", "orpo", "distill"):
-        text = f"objective: {objective}\nmodel: {{name_or_path: Qwen/Qwen2.5-7B-Instruct}}\n"
-        text += "lora: {r: 8}\ndata: {train: [d.jsonl], max_length: 512, packing: true}\n"
-        (tmp_path / "r.yaml").write_text(text)
-        said = trainkit(tmp_path, "estimate", "r.yaml", "--gpu", "h100", "--json")
-        assert said.code == 0, said.err
-        found[objective] = said.out
-    seconds = {name: json.loads(said)["step_seconds"] for name, said in found.items()}
-    assert seconds["orpo"] > 1.5 * seconds["sft"]
-    assert "the time in which a teacher is asked" in found["distill"]
+    text = "model: {name_or_path: Qwen/Qwen2.5-7B-Instruct}\nlora: {r: 8}\n"
+    text += "data: {train: [d.jsonl], max_length: 512, packing: true}\n"
+    (tmp_path / "r.yaml").write_text(text)
+    words = ["estimate", "r.yaml", "--gpu", "h100", "--json"]
+    commands = [[*words, f"objective={each}"] for each in ("sft", "orpo", "distill")]
+    sft, orpo, distill = (said.out for said in trainkit_each(tmp_path, commands))
+    assert json.loads(orpo)["step_seconds"] > 1.5 * json.loads(sft)["step_seconds"]
+    assert "the time in which a teacher is asked" in distill
 
 
 def test_a_method_that_is_not_one_is_refused_with_those_that_are(tmp_path):

@@ -69,7 +69,7 @@ GATED_DELTA_RULE = tried(
         delta_case("short documents", (1, 0, 3), (1, 2), (16, 16)),
         delta_case("edges of chunks", (63, 1, 65), (1, 1), (32, 16)),
         delta_case("a fresh layer's decay", (130,), (1, 2), (24, 40), decay=200.0),
-        delta_case("one key, again and again", (70,), (2, 4), (16, 16), repeated=True, decay=0.01),
+        delta_case("one key, again and again", (66,), (1, 2), (16, 16), repeated=True, decay=0.01),
         delta_case("no token", (0,), (1, 2), (16, 16)),
         delta_case("as they are", (30,), (2, 2), (16, 16), sliced=True, normalize=False, scale=0.1),
         delta_case("qwen3.5", (1000, 1, 63, 984), (16, 32), (128, 128), large=True),

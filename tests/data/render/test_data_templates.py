@@ -6,6 +6,7 @@ call, its end-of-turn token; and no role header, no blanks behind the turn, noth
 """
 
 import contextlib
+import functools
 import importlib.util
 import re
 import time
@@ -63,6 +64,7 @@ EOS = {
 }
 
 
+@functools.cache
 def tokenizer_of(name):
     source = TEMPLATES[name].read_text()
     tokenizer = make_tokenizer()
@@ -237,11 +239,17 @@ EXPECTED = {
 }
 
 
+@functools.cache
+def finder_of(name):
+    template = ChatTemplate(tokenizer_of(name), DataOptions())
+    return template, MaskFinder(template)
+
+
 def trained_text(name, conversation):
     """Decoded trained tokens of each assistant turn, through the same path as training."""
     tokenizer = tokenizer_of(name)
-    template = ChatTemplate(tokenizer, DataOptions())
-    masked = MaskFinder(template).find(template.prepare(conversation)[0])
+    template, finder = finder_of(name)
+    masked = finder.find(template.prepare(conversation)[0])
     spans = [(span.start, span.end) for span in masked.spans]
     (encoded,) = Encoder(tokenizer).encode([masked.text], [spans])
     assert tokenizer.decode(encoded.input_ids) == masked.text
