@@ -10,7 +10,6 @@ A line for each template: how many of ten rows have other tokens, others trained
 import ast
 import importlib.util
 import json
-import os
 import re
 import sys
 import tempfile
@@ -22,12 +21,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import numpy as np
 import torch
 import trl  # noqa: F401 - before the placeholders
 from PIL import Image
 
-from benchmarks.foreign_prompts import Placeholders
+from benchmarks.foreign_prompts import report, set_up
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.vision import Vision
 from trainkit.options import ImageOptions
@@ -67,36 +65,13 @@ class Seeing:
         self.chat_template, self.image_token = vision.tokenizer.chat_template, vision.marker
         self.image_token_id = vision.token_id
 
-    def expanded(self, text: str, images: list[Any]) -> str:
-        """A rendering as transformers' own processor of the family expands it."""
-        from transformers import Gemma4Processor, Qwen2VLProcessor
-
-        vision = self.vision
-        kinds = {"patches": Qwen2VLProcessor, "pooled": Gemma4Processor}
-        half = SimpleNamespace(
-            image_processor=vision.images, image_token=vision.marker, image_seq_length=4
-        )
-        for name, token in vision.tokenizer.special_tokens_map.items():
-            setattr(half, name, token) if name != "image_token" else None
-        inputs = vision.images(images=images, return_tensors="np") if images else {}
-        for number in range(len(images)):
-            whole = kinds[vision.family.processor].replace_image_token(half, inputs, number)
-            text = text.replace(vision.marker, whole.replace(vision.marker, "\0"), 1)
-        return text.replace("\0", vision.marker)
-
     def __call__(self, images: Any = None, text: Any = None, **_: Any) -> Any:
-        """As transformers' processors are called by the tools."""
-        texts, many = list(text), [list(each) for each in images or [[] for _ in text]]
-        flat = [each for row in many for each in row]
-        if self.vision.family.processor == "fixed":
-            from transformers import Gemma3Processor
-
-            made = Gemma3Processor(self.vision.images, self.tokenizer, image_seq_length=4)
-            more = {"images": many} if flat else {}
-            return made(text=texts, add_special_tokens=False, return_tensors="pt", **more)
-        whole = [self.expanded(*pair) for pair in zip(texts, many, strict=True)]
-        found = self.tokenizer(whole, padding=True, return_tensors="pt", add_special_tokens=False)
-        return found | (dict(self.vision.images(images=flat, return_tensors="pt")) if flat else {})
+        """As transformers' processors are called by the tools, with one row."""
+        (words,), (seen,) = list(text), [list(each) for each in images or [[]]]
+        ids = pictures.expanded_by_transformers(self.vision, words, seen)
+        found = self.tokenizer.pad({"input_ids": [ids]}, return_tensors="pt")
+        kept = [seen] if pictures.KINDS[self.vision.config.model_type] == "tiles" else seen
+        return found | (dict(self.vision.images(images=kept, return_tensors="pt")) if seen else {})
 
     def apply_chat_template(self, conversation: Any, **given: Any) -> Any:
         """A text of each conversation, or its tokens with what is seen."""
@@ -145,8 +120,8 @@ def ours(vision: Vision, given: list[Any], folder: Path, **options: Any) -> list
     """(ids, mask, pixels) of each row."""
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, given)), encoding="utf-8")
+    source = (Source(path=str(file), format="messages"),)
     chosen = DataOptions(cache_dir=tempfile.mkdtemp(), images=vision.scaling, **options)
-    source = (Source(path=str(file)),)
     data = prepare(source, vision.tokenizer, chosen, ledger=Ledger(), vision=vision)
     found = []
     for each in data:
@@ -205,22 +180,22 @@ def of_axolotl(given: list[Row], strategy: str, vision: Vision) -> Iterator[Any]
         yield of_batch(collator([{"messages": row}]))
 
 
-def of_trl(given: list[Row], vision: Vision) -> Iterator[Any]:
-    """By its collator, over prompts and completions."""
+def of_trl(given: list[Row], vision: Vision, pairs: bool = True) -> Iterator[Any]:
+    """By its collator, over prompts and completions, or whole conversations."""
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    collator = DataCollatorForVisionLanguageModeling(Seeing(vision), completion_only_loss=True)
+    collator = DataCollatorForVisionLanguageModeling(Seeing(vision), completion_only_loss=pairs)
     for row in given:
         images = [opened(part) for part in parts_of(row)]
-        asked = [{**turn, "content": bare(turn["content"])} for turn in row[:-1]]
-        yield of_batch(collator([{"prompt": asked, "completion": row[-1:], "images": images}]))
+        turns = [{**turn, "content": bare(turn["content"])} for turn in row]
+        told = {"prompt": turns[:-1], "completion": turns[-1:]} if pairs else {"messages": turns}
+        yield of_batch(collator([{**told, "images": images}]))
 
 
 def bare(content: Any) -> Any:
     """Parts without what they bring along."""
-    if isinstance(content, str):
-        return content
-    return [{k: v for k, v in part.items() if k != "path"} for part in content]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{k: v for k, v in part.items() if k != "path"} for part in parts]
 
 
 def of_unsloth(given: list[Row], vision: Vision, package: Path) -> Iterator[Any]:
@@ -294,10 +269,12 @@ def cases(clones: Path, folder: Path) -> Iterator[tuple[str, list[Any], list[Any
     given, texts = rows(folder), {name: each["text"] for name, each in table("templates").items()}
     plain = [{"messages": row} for row in given]
     limits = ImageOptions(max_pixels=2048, min_pixels=1024)
-    for name, known in (("qwen2_vl", "qwen2_vl"), ("qwen3_vl_nothink", "chatml_vl")):
+    names = {"qwen2_vl": "qwen2_vl", "qwen3_vl_nothink": "chatml_vl", "qwen3_vl": "chatml_thoughts"}
+    for name, known in names.items():
         for model_type in ("qwen2_5_vl", "qwen3_vl"):
             vision = seeing(model_type, texts[known], limits)
-            mine = ours(vision, plain, folder, end_texts="line_break")
+            ends = {"end_texts": "line_break", "thinking": "empty"}
+            mine = ours(vision, plain, folder, **ends)
             theirs = list(of_llamafactory(given, name, vision))
             yield f"LLaMA-Factory {name} {model_type}", theirs, mine
     jinja = clones / "axolotl/src/axolotl/utils/chat_templates/templates"
@@ -305,11 +282,17 @@ def cases(clones: Path, folder: Path) -> Iterator[tuple[str, list[Any], list[Any
         ("qwen2_5_vl", "qwen2_vl", "Qwen2VLProcessingStrategy"),
         ("gemma4", "gemma4", "Gemma4ProcessingStrategy"),
         ("gemma3", "gemma3", "Gemma3ProcessingStrategy"),
+        ("qwen3_5", "qwen3_5", "Qwen3_5ProcessingStrategy"),
     ):
         text = (jinja / f"{name}.jinja").read_text(encoding="utf-8")
         vision = seeing(model_type, text, ImageOptions())
-        mine = ours(vision, plain, folder)
+        own = name == "qwen3_5" and {"chat_template": texts["qwen35_vl"]}
+        mine = ours(vision, plain, folder, **dict(own or {}, thinking="empty"))
         yield f"axolotl {name}", list(of_axolotl(given, strategy, vision)), mine
+    for model_type in ("qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm"):
+        vision = seeing(model_type, None, ImageOptions(mask="none"))
+        mine = ours(vision, plain, folder, mask="none")
+        yield f"TRL conversations {model_type}", list(of_trl(given, vision, False)), mine
     one = [row[:2] for row in given if parts_of(row)]
     for model_type, known in (("qwen3_vl", "chatml_vl"), ("qwen2_5_vl", "qwen2_vl")):
         vision = seeing(model_type, texts[known], ImageOptions())
@@ -337,27 +320,8 @@ def cases(clones: Path, folder: Path) -> Iterator[tuple[str, list[Any], list[Any
 def main() -> None:
     """Print a line for each."""
     clones, here = Path(sys.argv[1]).resolve(), tempfile.TemporaryDirectory()
-    os.chdir(here.name)
-    os.environ["DISABLE_VERSION_CHECK"] = "1"
-    sys.path[:0] = [str(clones / each) for each in ("axolotl/src", "LLaMA-Factory/src", "ms-swift")]
-    sys.meta_path.append(Placeholders("modelscope", "addict", "json_repair"))
-    for name in ("omegaconf", "torchaudio", "av"):
-        sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    for name, theirs, mine in cases(clones, Path(here.name)):
-        pairs = list(zip(theirs, mine, strict=True))
-        tokens = sum(a[0] != b[0] for a, b in pairs)
-        masks = sum(a[1] != b[1] for a, b in pairs)
-        seen = sum(not same(a[2], b[2]) for a, b in pairs)
-        counted = f"{tokens} with other tokens, {masks} with others trained"
-        print(f"{name}: {len(pairs)} rows, {counted}, {seen} with other pixels")
-
-
-def same(theirs: Any, mine: Any) -> bool:
-    """Pixels to the last bit, as far as numbers of 16 bits tell them."""
-    if theirs is None or mine is None:
-        return theirs is mine
-    first, second = np.asarray(theirs, np.float32), np.asarray(mine, np.float32)
-    return first.shape == second.shape and bool(np.allclose(first, second, atol=0))
+    set_up(clones, here.name)
+    report(cases(clones, Path(here.name)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import datasets  # before the placeholders, which it would take for what they are not
+import numpy as np
 import trl  # noqa: F401
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -80,7 +81,7 @@ def ours(tok: Any, rows: list[Any], source: dict[str, Any], **options: Any) -> l
 
 
 def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """The prompt's name, theirs and ours; None for a mask that they do not make."""
+    """The prompt's name, theirs and ours; tokens alone where they make no mask."""
     from axolotl.prompt_tokenizers import AlpacaPromptTokenizingStrategy
     from axolotl.prompters import AlpacaPrompter
     from llamafactory.data.template import TEMPLATES
@@ -121,9 +122,10 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             "add_generation_prompt": False,
         }
         shown = [render.render(row, **fixed) for row in plain]
-        theirs = [(tok(each, add_special_tokens=False)["input_ids"], None) for each in shown]
+        theirs = [(tok(each, add_special_tokens=False)["input_ids"],) for each in shown]
         yield f"{tool} {name}", theirs, ours(tok, plain, {}, chat_template=known)
-    for name, written in tool_table("llamafactory")["templates"].items():
+    kept = tool_table("llamafactory")["templates"].items()
+    for name, written in (each for each in kept if each[0] in TEMPLATES):
         known, template = names[written]["text"], TEMPLATES[name]
         tok = tokenizer(eos_of(known))
         theirs = []
@@ -134,7 +136,8 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             theirs.append((ids, [n for pair in pairs for n in (0, 1) for _ in pair[n]]))
         plain = [{"messages": chat(n)} for n in range(10)]
         ends = "line_break" if re.search("chatml|qwen|gemma", name) else True
-        mine = ours(tok, plain, {}, chat_template=known, end_texts=ends)
+        thinks = "empty" if "thoughts" in written else "template"
+        mine = ours(tok, plain, {}, chat_template=known, end_texts=ends, thinking=thinks)
         yield f"LLaMA-Factory {name}", theirs, mine
 
 
@@ -303,21 +306,40 @@ def unsloths(file: Path) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Print a line for each prompt."""
-    clones, here = Path(sys.argv[1]).resolve(), tempfile.TemporaryDirectory()
-    os.chdir(here.name)  # where a placeholder's name is taken for a folder
+def set_up(clones: Path, folder: str) -> None:
+    """The tools' code can be imported; what is not installed is a placeholder."""
+    os.chdir(folder)  # where a placeholder's name is taken for a folder
     os.environ["DISABLE_VERSION_CHECK"] = "1"
-    places = ("axolotl/src", "LLaMA-Factory/src", "ms-swift")
-    sys.path[:0] = [str(clones / each) for each in places]
+    sys.path[:0] = [str(clones / each) for each in ("axolotl/src", "LLaMA-Factory/src", "ms-swift")]
     sys.meta_path.append(Placeholders("modelscope", "addict", "json_repair"))
     for name in ("omegaconf", "torchaudio", "av"):
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
-    for name, theirs, mine in itertools.chain(swifts(clones), cases(clones)):
+
+
+def report(cases: Iterable[tuple[str, list[Any], list[Any]]]) -> None:
+    """A line for each: rows with other tokens, others trained, and other pixels if there are."""
+    for name, theirs, mine in cases:
         pairs = list(zip(theirs, mine, strict=True))
-        tokens = sum(list(a[0]) != list(map(int, b[0])) for a, b in pairs)
-        masks = sum(a[1] is not None and a[1] != list(map(int, b[1])) for a, b in pairs)
-        print(f"{name}: {len(pairs)} rows, {tokens} with other tokens, {masks} with others trained")
+        kinds = [list(zip(*pair, strict=False)) for pair in pairs]
+        counts = [sum(not same(*each) for each in kind) for kind in zip(*kinds, strict=True)]
+        what = ("other tokens", "others trained", "other pixels")
+        said = [f"{number} with {each}" for number, each in zip(counts, what, strict=False)]
+        print(f"{name}: {len(pairs)} rows, {', '.join(said)}", flush=True)
+
+
+def same(theirs: Any, mine: Any) -> bool:
+    """Numbers to the last bit, as far as 16 bits of pixels tell them."""
+    if theirs is None or mine is None:
+        return theirs is mine
+    first, second = np.asarray(theirs, np.float32), np.asarray(mine, np.float32)
+    return first.shape == second.shape and bool(np.allclose(first, second, atol=0))
+
+
+def main() -> None:
+    """Print a line for each prompt."""
+    clones, here = Path(sys.argv[1]).resolve(), tempfile.TemporaryDirectory()
+    set_up(clones, here.name)
+    report(itertools.chain(swifts(clones), cases(clones)))
 
 
 if __name__ == "__main__":

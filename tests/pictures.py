@@ -245,6 +245,39 @@ PROCESSORS = {
 }
 
 
+def expanded_by_transformers(vision, text, images):
+    """A rendering as the model's processor expands it, by its own code."""
+    kind = KINDS[vision.config.model_type]
+    if kind in ("tiles", "fixed"):
+        from transformers import Gemma3Processor, Idefics3Processor
+
+        if kind == "tiles":
+            made = Idefics3Processor(vision.images, vision.tokenizer, image_seq_len=4)
+        else:
+            made = Gemma3Processor(vision.images, vision.tokenizer, image_seq_length=4)
+        given = {"images": [images]} if images else {}
+        return made(text=[text], add_special_tokens=False, **given)["input_ids"][0]
+    from transformers import Gemma4Processor, InternVLProcessor, Qwen2VLProcessor
+
+    class Half:
+        image_processor, image_token, image_seq_length = vision.images, vision.marker, 4
+
+    for name, token in vision.tokenizer.special_tokens_map.items():
+        setattr(Half, name, token) if name != "image_token" else None
+    makers = {"patches": Qwen2VLProcessor, "pooled": Gemma4Processor, "crops": InternVLProcessor}
+    more = {}
+    if kind == "crops":
+        more = getattr(InternVLProcessor, "images_kwargs", None)
+        if more is None:  # before 5.23
+            more = InternVLProcessor.valid_processor_kwargs._defaults["images_kwargs"]
+    inputs = vision.images(images=images, return_tensors="np", **more) if images else {}
+    for number in range(len(images)):
+        whole = makers[kind].replace_image_token(Half, inputs, number)
+        text = text.replace(vision.marker, whole.replace(vision.marker, "\0"), 1)
+    text = text.replace("\0", vision.marker)
+    return vision.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def make_image(height, width, *, seed=0, mode="RGB"):
     """Noise: no two of them are alike."""
     import numpy as np

@@ -1,6 +1,5 @@
 """Other tools' recipes become the same training, or a refusal that names what it is."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -411,7 +410,8 @@ def test_a_tool_s_table_names_what_there_is(name):
     assert set(rows.get("templates", {}).values()) <= set(table("templates"))
     assert rows["defaults"].keys() <= known_keys(name) | set(FIELDS)
     own = table(f"tools/{name}")
-    lists = [keys for part in ("idle", "refused") for keys in own.get(part, {}).values()]
-    refused = {key for keys in own.get("refused", {}).values() for key in keys}
-    assert not [key for key in refused if [*itertools.chain(*lists)].count(key) > 1]
+    refused = [key for keys in own.get("refused", {}).values() for key in keys]
+    idle = {key for keys in own.get("idle", {}).values() for key in keys}
+    assert len({*refused}) == len(refused)
+    assert not idle & {*refused}
     assert not rows["idle"].keys() & rows["refused"].keys()

@@ -21,7 +21,7 @@ from trainkit.data.files import RawRow
 from trainkit.data.formats import decode_row, detect, read_row
 from trainkit.data.image_rows import has_images
 from trainkit.data.images import REPAIRS, Image
-from trainkit.data.masking import Masked, MaskFinder, Span, find_preserving
+from trainkit.data.masking import EMPTY_THINK, Masked, MaskFinder, Span, find_preserving
 from trainkit.data.messages import (
     Comparison,
     Conversation,
@@ -116,6 +116,8 @@ class Drafter:
         if self.vision is not None:
             wanted = sum(len(message.images) for message in conversation.messages)
             self.vision.refuse_unprinted(masked.text, wanted)
+        if self.options.thinking == "empty":
+            masked = _with_empty_thoughts(masked, others)
         if self.options.append_eos:
             masked = self._with_eos(masked, others)
         if self.options.train_behind:
@@ -195,10 +197,12 @@ class Drafter:
         for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
             if (span.turn in draft.trained) != everything:
                 mask[first:last] = not everything
-        for first, last in tokens.images:
-            mask[first:last] = 0
-        if tokens.images and self.vision is not None:
-            mask[np.isin(ids, self.vision.frame)] = 0
+        spared = self.options.images.mask
+        if tokens.images and self.vision is not None and spared != "none":
+            for first, last in tokens.images if spared == "frame" else ():
+                mask[first:last] = 0
+            seen = self.vision.frame if spared == "frame" else [self.vision.token_id]
+            mask[np.isin(ids, seen)] = 0
         return ids, mask
 
     def fewer_turns(
@@ -655,6 +659,17 @@ class SampleBuilder:
         if self.options.mask != "none" and not tokens.is_masked:
             built.counts["tokens_without_mask"] += 1
         self._keep(row, 0, ids, mask, built)
+
+
+def _with_empty_thoughts(masked: Masked, others: frozenset[int]) -> Masked:
+    """Answers that begin at the empty thought before them, whoever printed it."""
+    spans = []
+    for span in masked.spans:
+        found = [masked.text.rfind(mark, 0, span.start) for mark in ("<think>", "<|channel>")]
+        is_empty = EMPTY_THINK.fullmatch(masked.text[max(*found, 0) : span.start].rstrip())
+        is_one = is_empty and span.turn not in others
+        spans.append(replace(span, start=max(found)) if is_one else span)
+    return replace(masked, spans=tuple(spans))
 
 
 def _behind(masked: Masked, others: frozenset[int], mark: str) -> Masked:

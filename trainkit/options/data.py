@@ -254,6 +254,12 @@ class ImageOptions(Section):
         "{shortest_edge: 3136, longest_edge: 1003520}}.",
     )
 
+    mask: Literal["frame", "placeholders", "none"] = Field(
+        "frame",
+        description="What never trains of a turn that does: placeholders and the tokens around and "
+        "between them; placeholders alone; nothing, as TRL has it.",
+    )
+
     @model_validator(mode="after")
     def _one_way_of_scaling(self) -> "ImageOptions":
         if self.max_width is not None and (self.max_pixels or self.min_pixels):
@@ -293,10 +299,10 @@ class SampleOptions(Section):
         description="For samples over max_length: leave out the last turns, drop the sample, stop, "
         "cut at the right, or leave out the first turns.",
     )
-    thinking: Literal["template", "split", "preserve"] = Field(
+    thinking: Literal["template", "split", "preserve", "empty"] = Field(
         "template",
         description="Earlier turns' <think> parts: as the chat template shows them, one sample a "
-        "turn, or kept.",
+        "turn, or kept; `empty` is as `template`, and an empty one trains with its answer.",
     )
     roles: Annotated[list[Role], Field(strict=False)] = Field(
         ["assistant"], min_length=1, description="The roles trained."

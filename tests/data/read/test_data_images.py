@@ -11,7 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import KINDS, encoded, make_config, make_image, make_image_processor, make_tokenizer
+from pictures import (
+    KINDS,
+    encoded,
+    expanded_by_transformers,
+    make_config,
+    make_image,
+    make_image_processor,
+    make_tokenizer,
+)
 from PIL import Image as Pil
 
 from trainkit.data import DataOptions, Ledger, Source, images, prepare, remote
@@ -373,39 +381,6 @@ def test_tokens_follow_from_an_images_size(model_type):
             assert len(pixels["pixel_values"]) * 4 == image.num_tokens
 
 
-def expanded_by_transformers(vision, text, images):
-    """A rendering as the model's processor expands it, by its own code."""
-    kind = KINDS[vision.config.model_type]
-    if kind in ("tiles", "fixed"):
-        from transformers import Gemma3Processor, Idefics3Processor
-
-        if kind == "tiles":
-            made = Idefics3Processor(vision.images, vision.tokenizer, image_seq_len=4)
-        else:
-            made = Gemma3Processor(vision.images, vision.tokenizer, image_seq_length=4)
-        given = {"images": [images]} if images else {}
-        return made(text=[text], add_special_tokens=False, **given)["input_ids"][0]
-    from transformers import Gemma4Processor, InternVLProcessor, Qwen2VLProcessor
-
-    class Half:
-        image_processor, image_token, image_seq_length = vision.images, vision.marker, 4
-
-    for name, token in vision.tokenizer.special_tokens_map.items():
-        setattr(Half, name, token) if name != "image_token" else None
-    makers = {"patches": Qwen2VLProcessor, "pooled": Gemma4Processor, "crops": InternVLProcessor}
-    more = {}
-    if kind == "crops":
-        more = getattr(InternVLProcessor, "images_kwargs", None)
-        if more is None:  # before 5.23
-            more = InternVLProcessor.valid_processor_kwargs._defaults["images_kwargs"]
-    inputs = vision.images(images=images, return_tensors="np", **more) if images else {}
-    for number in range(len(images)):
-        whole = makers[kind].replace_image_token(Half, inputs, number)
-        text = text.replace(vision.marker, whole.replace(vision.marker, "\0"), 1)
-    text = text.replace("\0", vision.marker)
-    return vision.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 WORDS = ["What is this?", "\n", "\n\n", " ", "Compare:\n\n\n", "a", "é你好", "\n \n"]
 
 
@@ -440,6 +415,18 @@ def test_ids_are_the_processors_and_answers_alone_are_trained(model_type, tmp_pa
         trained = sample["input_ids"][sample["loss_mask"] > 0]
         assert template.decode(trained) == answer
         assert not np.isin(trained, vision.frame).any()
+
+
+@pytest.mark.parametrize("spared", ["placeholders", "none"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "gemma3"])
+def test_tokens_of_images_train_where_the_recipe_says_so(folder, model_type, spared):
+    vision = vision_for(model_type)
+    row = {"messages": [{"role": "user", "content": "A<image>"}, ANSWER], "images": ["a.png"]}
+    data, _ = prepared(folder, [row], vision, mask="none", images=ImageOptions(mask=spared))
+    ids, trained = data[0]["input_ids"], data[0]["loss_mask"] > 0
+    assert np.array_equal(trained, (ids != vision.token_id) | (spared == "none"))
+    data, _ = prepared(folder, [row], vision, images=ImageOptions(mask=spared))
+    assert vision.tokenizer.decode(ids[data[0]["loss_mask"] > 0]) == "Yes.<|im_end|>"
 
 
 @pytest.mark.parametrize("mask", ["assistant", "none"])

@@ -192,6 +192,8 @@ class TestThinking:
     def test_an_empty_think_of_the_template_is_not_trained(self, write, ready):
         rows = write([chat("q", "a")])
         assert self.trained(ready(rows, tokenizer=self.tokenizer)) == [[f"a{END}"]]
+        (whole,) = self.trained(ready(rows, tokenizer=self.tokenizer, thinking="empty"))
+        assert whole == [f"<think>\n\n</think>\n\na{END}"]
 
 
 @pytest.mark.parametrize(

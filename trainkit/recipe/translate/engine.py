@@ -55,7 +55,9 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
     theirs = read_theirs(path)
     name = tool or theirs.tool or _tool_of(theirs)
     rows, known = tool_table(name), known_keys(name) | {*FIELDS}
-    given = {key: value for key, value in _flat(theirs.values, rows) if value is not None}
+    flat, nullable = dict(_flat(theirs.values, rows)), rows.get("nullable", ())
+    given = {key: value for key, value in flat.items() if value is not None}
+    given |= {key: "null" for key in nullable if key in flat and key not in given}
     for key in [key for key in given if key not in known and key.removeprefix("no_") in known]:
         given[key.removeprefix("no_")] = not given.pop(key)  # as Hugging Face's parser has it
     seen = {**rows["defaults"], **given, "program": theirs.program}
@@ -67,9 +69,6 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
         keys[word] = (*keys.get(word, ()), key)
     draft = Draft(rows["tool"], path.absolute().parent, given, {**rows["defaults"], **given}, keys)
     draft.launcher = {**theirs.launcher, "program": theirs.program}
-    for key in rows.get("nullable", ()):
-        if key in theirs.values and theirs.values[key] is None:
-            draft.lose(f"{key}: null", "trainkit wants a limit")
     for what, why in theirs.lost:
         draft.lose(what, why)
     for key, expression in theirs.unclear.items():
