@@ -6,6 +6,7 @@ import pytest
 from tiny import train_bpe
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from trainkit.data import encode
 from trainkit.data.encode import PATTERNS, Encoder, find_ascii_bpe
 
 TEXT = [
@@ -93,6 +94,17 @@ def test_ranges_are_those_of_the_offsets():
         assert one.input_ids.tolist() == other.input_ids.tolist()
         assert one.ranges == other.ranges, repr(text)
         assert one.num_straddling == other.num_straddling
+
+
+def test_the_proof_is_for_data_that_repays_it(monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr(encode, "PROVED_FROM", 100)
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=trained(KNOWN["gpt2"])))
+    for _ in range(4):  # of 25 characters: the fourth makes a hundred
+        assert "_ascii" not in vars(encoder)
+        encoder.encode(["One row of some 25 letters"[:25]], [[]])
+    assert encoder._ascii is not None
 
 
 def test_an_answer_after_line_breaks_takes_the_fast_way_whatever_is_in_it():

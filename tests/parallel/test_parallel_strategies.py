@@ -55,9 +55,7 @@ def test_each_rank_has_one_place_and_each_row_one_counting_rank(
     options = ParallelOptions(tensor=tensor, sequence=sequence, pipeline=pipeline)
     layouts = [Layout.of(STRATEGIES["none"], ProcessRank(r, r, 8), options) for r in range(8)]
     assert {one.data_size for one in layouts} == {data_size}
-    places = [
-        (one.pipeline_rank, one.data_rank, one.sequence_rank, one.tensor_rank) for one in layouts
-    ]
+    places = [one.place for one in layouts]
     assert places == sorted(set(places))
     assert len(places) == 8
     counting = [one.data_rank for one in layouts if one.counts_rows]

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import lab
 import pytest
 import tiny_classes
 import torch
@@ -11,17 +12,35 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from trainkit.cli.app import main
 from trainkit.errors import ModelError, PatchError, RecipeError, TrainkitError
 from trainkit.lora import attach
+from trainkit.models import loading, tokenizer
 from trainkit.models.linears import LINEARS, kind_of
 from trainkit.models.packed_experts import quantize_with_experts
-from trainkit.options import Fp8Options, LoraOptions
+from trainkit.options import Fp8Options, LoraOptions, ModelOptions
 from trainkit.options.parallel import RecomputeOptions
-from trainkit.recipe import load_recipe
+from trainkit.recipe import Recipe, load_recipe
+from trainkit.train import images, model
 from trainkit.train.fit import refuse_unfit_model, settings_for
 
 QWEN2 = Qwen2Config(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2,
 )  # fmt: skip
+
+
+def test_a_run_reads_the_model_s_configuration_once(tiny_llama, monkeypatch):
+    source = ModelOptions(str(tiny_llama), dtype="float32")
+    recipe = Recipe(model=source, data={"train": ["rows.jsonl"]})
+    config = tokenizer.load_config(source)
+    before = config.to_dict()
+    for module in (images, loading, model, tokenizer):
+        monkeypatch.setattr(module, "load_config", None)
+    options = images.data_options(recipe, cache_dir=None, config=config)
+    assert options.num_embeddings == config.vocab_size
+    assert images.vision_of(source, None, recipe.data.images, config) is None
+    refuse_unfit_model(config, packing=False, kernels=False, lora=LoraOptions())
+    trained = lab.built(source, config=config, lora=LoraOptions(r=2)).model
+    assert trained.config is not config
+    assert config.to_dict() == before
 
 
 TYPES = sorted(tiny_classes.classes())

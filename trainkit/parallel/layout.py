@@ -57,35 +57,27 @@ class Layout:
         engine = make(*given, options.tensor) if splits else make(*given)
         return cls(strategy, process, engine, options)
 
+    @cached_property
+    def place(self) -> tuple[int, int, int, int]:
+        """This process's number in the directions pipeline, data, sequence and tensor."""
+        rest, tensor = divmod(self.process.dist_rank, self.options.tensor)
+        rest, sequence = divmod(rest, self.options.sequence)
+        return *divmod(rest, self.data_size), sequence, tensor
+
     @property
     def data_rank(self) -> int:
         """Which shard of the rows this process trains on."""
-        inner = self.options.tensor * self.options.sequence
-        return self.process.dist_rank // inner % self.data_size
+        return self.place[1]
 
     @property
     def data_size(self) -> int:
         return self.options.data_ranks(self.process.world_size)
 
     @property
-    def tensor_rank(self) -> int:
-        """Which part of each matrix product this process computes."""
-        return self.process.dist_rank % self.options.tensor
-
-    @property
-    def sequence_rank(self) -> int:
-        """Which part of each row this process computes."""
-        return self.process.dist_rank // self.options.tensor % self.options.sequence
-
-    @property
-    def pipeline_rank(self) -> int:
-        """Which of the ranks that share the layers this process is."""
-        return self.process.dist_rank // (self.process.world_size // self.options.pipeline)
-
-    @property
     def counts_rows(self) -> bool:
         """Whether what this process reads is counted: one of those that train on the same rows."""
-        return not (self.tensor_rank or self.sequence_rank or self.pipeline_rank)
+        pipeline, _, sequence, tensor = self.place
+        return not (pipeline or sequence or tensor)
 
     @property
     def loss_ranks(self) -> int:
@@ -95,7 +87,7 @@ class Layout:
     @property
     def counts_losses(self) -> bool:
         """Whether a loss that this process computes is counted; others compute the same."""
-        return not self.tensor_rank
+        return not self.place[-1]
 
     @cached_property
     def rows(self) -> RowSplit | None:

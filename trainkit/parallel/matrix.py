@@ -24,14 +24,6 @@ def _fsdp2(combination: Combination) -> bool:
     return combination.shard == "fsdp2"
 
 
-def _splits_products(combination: Combination) -> bool:
-    return combination.tensor > 1
-
-
-def _splits_rows(combination: Combination) -> bool:
-    return combination.sequence > 1
-
-
 SHARDED_OPTIMIZERS = tuple(name for name, row in OPTIMIZERS.items() if FSDP2 in row.shards)
 """torch's own: they compute on parts of weights as on whole ones. Others want whole weights, or run
 functions of their own that do not know parts."""
@@ -111,26 +103,26 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "parallel.shard",
-        lambda one: _splits_products(one) and one.shard != "zero1",
+        lambda one: one.tensor > 1 and one.shard != "zero1",
         "parallel.tensor is DeepSpeed's AutoTP, held against one process under zero1 only",
         "set shard: zero1",
     ),
     Refusal(
         "lora",
-        lambda one: _splits_products(one) and one.has_adapters,
+        lambda one: one.tensor > 1 and one.has_adapters,
         "with parallel.tensor an adapter next to a split matrix would have to be split with it, "
         "which no engine here does",
         "remove parallel.tensor: adapters need little memory, and shard: zero3 splits the base",
     ),
     Refusal(
         "parallel.tensor",
-        lambda one: _splits_products(one) and one.computes_fp8,
+        lambda one: one.tensor > 1 and one.computes_fp8,
         "fp8 products of split matrices have not been held against whole ones",
         "remove model.fp8, or parallel.tensor",
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: _splits_products(one) and any(map(one.training.get, COMPILES)),
+        lambda one: one.tensor > 1 and any(map(one.training.get, COMPILES)),
         "a compiled model with parallel.tensor has not been held against an uncompiled one",
         "remove torch_compile, or parallel.tensor",
     ),
@@ -142,19 +134,19 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "model.attn_implementation",
-        lambda one: _splits_rows(one) and one.attention not in ("auto", "trainkit"),
+        lambda one: one.sequence > 1 and one.attention not in ("auto", "trainkit"),
         "with parallel.sequence ranks exchange heads for tokens around trainkit's own attention",
         "set it to auto",
     ),
     Refusal(
         "training.torch_compile",
-        lambda one: _splits_rows(one) and any(map(one.training.get, COMPILES)),
+        lambda one: one.sequence > 1 and any(map(one.training.get, COMPILES)),
         "a compiled model whose ranks share rows has not been held against an uncompiled one",
         "remove torch_compile, or parallel.sequence",
     ),
     Refusal(
         "parallel.sequence",
-        lambda one: _splits_rows(one) and one.computes_fp8,
+        lambda one: one.sequence > 1 and one.computes_fp8,
         "fp8 products of ranks that share rows have not been held against those of whole rows",
         "remove the fp8 products, or parallel.sequence",
     ),

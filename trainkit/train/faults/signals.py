@@ -106,18 +106,18 @@ class _Watcher:
         """
         is_rank = "TORCHELASTIC_RUN_ID" in os.environ
         launcher = int(os.environ.get(LAUNCHER) or os.getppid()) if is_rank else None
-        while _is_watching():
+        while not _ended.is_set():
             if select.select([numbers], [], [], 1.0)[0]:
                 for number in os.read(numbers, 1):
                     if number in WATCHED and self.stop is None:
                         threading.Timer(_PATIENCE_SECONDS, self._give_up, [number]).start()
-            if launcher is not None and os.getppid() != launcher and _is_watching():
+            if launcher is not None and os.getppid() != launcher and not _ended.is_set():
                 launcher = None
                 self.is_orphan = True
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self, number: int) -> None:
-        if self.stop is None and _is_watching():
+        if self.stop is None and not _ended.is_set():
             why = f"stopped by {signal.Signals(number).name}"
             reason = f"{_LAUNCHER_KILLED if self.is_orphan else why} {self.phase}"
             with contextlib.suppress(Exception):
@@ -136,10 +136,6 @@ def acted_on() -> list[signal.Signals]:
         for number in WATCHED
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
-
-
-def _is_watching() -> bool:
-    return not _ended.is_set()
 
 
 @contextlib.contextmanager
