@@ -32,6 +32,11 @@ class Said(NamedTuple):
     out: str
     err: str
 
+    def well(self) -> "Said":
+        """This, which must have ended well."""
+        assert self.code == 0, self.err
+        return self
+
 
 def trainkit(cwd, *argv, num_ranks=1, **options) -> Said | None:
     """``trainkit ARGV``, typed in ``cwd``: what the first rank said, or None where it was killed.

@@ -34,9 +34,7 @@ def make_uneven(root, model, recipe, **files):
 
 def sft(root, *words, num_ranks=1):
     """``trainkit sft WORDS``, which must end well."""
-    said = trainkit(root, "sft", *words, num_ranks=num_ranks)
-    assert said.code == 0, said.err
-    return said
+    return trainkit(root, "sft", *words, num_ranks=num_ranks).well()
 
 
 def logged(run):

@@ -1,11 +1,11 @@
-"""A command whose files may not grow beyond a size: the kernel refuses, as a full disk does."""
+"""Commands whose files may not grow beyond a size: the kernel refuses, as a full disk does."""
 
 import resource
 
-from commands import run_command
+from commands import run_each
 
 
-def run(cwd, argv, most):
-    """`run_command` where no file may have more than ``most`` bytes."""
+def run(cwds, argvs, most):
+    """`run_each` where no file may have more than ``most`` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    return run_command(cwd, argv)
+    return run_each(cwds, argvs)

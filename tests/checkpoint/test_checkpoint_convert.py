@@ -50,7 +50,6 @@ def converted(glm_directory, chatglm_directory, tmp_path_factory):
     return {name: place / name for name in ("glm", "chatglm")}
 
 
-@pytest.mark.parametrize("layout", ["glm", "chatglm"])
 @pytest.mark.parametrize(
     "positions",
     [
@@ -63,19 +62,19 @@ def converted(glm_directory, chatglm_directory, tmp_path_factory):
     ],
     ids=["0-63", "0", "63", "8k", "128k", "near-and-far"],
 )
-def test_same_logits_as_transformers_glm(glm, converted, layout, positions):
-    assert largest_difference(glm, converted[layout], positions) <= TOLERANCE
+def test_same_logits_as_transformers_glm(glm, converted, positions):
+    assert largest_difference(glm, converted["glm"], positions) <= TOLERANCE
 
 
 def test_both_layouts_give_the_same_bits(converted):
     assert_same_bits(tensors_of(converted["glm"]), tensors_of(converted["chatglm"]))
 
 
-@pytest.mark.parametrize(("layout", "shards"), [("glm", 3), ("chatglm", 3)])
-def test_result_is_sharded_verified_and_recorded(converted, layout, shards):
+@pytest.mark.parametrize("layout", ["glm", "chatglm"])
+def test_result_is_sharded_verified_and_recorded(converted, layout):
     directory = converted[layout]
     verify_directory(directory)
-    assert len(list(directory.glob("model-*.safetensors"))) >= shards
+    assert len(list(directory.glob("model-*.safetensors"))) >= 3
     record = json.loads((directory / "conversion.json").read_text())
     assert (record["from"], record["to"]) == (layout, "qwen2")
     assert len(record["proof"]["layers"]) == 4

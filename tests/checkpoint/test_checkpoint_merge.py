@@ -61,42 +61,29 @@ KINDS = {
     },
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
     "bias": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+    "ends": {"target_modules": ["embed_tokens", "lm_head"]},
+    "dora of ends": {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    "tied head": {"target_modules": ["lm_head"]},
+    "tied head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_equals_adapter(base, tmp_path, kind):
+def test_merged_equals_adapter(base, tmp_path, tiny_tokenizer, kind):
+    """A tied embedding that is adapted at one end is untied."""
+    if "ends" in kind:
+        base = make_base(tmp_path / "base", tiny_tokenizer, tie_word_embeddings=False)
     adapter = make_adapter(base, tmp_path / "adapter", **KINDS[kind])
     result = merge(adapter, base, tmp_path / "merged")
-    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    theirs = adapter_logits(base, adapter)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.tie_word_embeddings is ("ends" not in kind and "tied" not in kind)
+    ours, theirs = logits(model), adapter_logits(base, adapter)
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
     assert (theirs - plain).abs().max() > 0.1  # the adapter does something
     assert (ours - theirs).abs().max() <= TOLERANCE
     assert result.parity.num_same == 4
     assert result.parity.divergence < 1e-9
     verify_directory(tmp_path / "merged")
-
-
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_embeddings_and_head(tmp_path, tiny_tokenizer, use_dora):
-    base = make_base(tmp_path / "base", tiny_tokenizer, tie_word_embeddings=False)
-    targets = ["embed_tokens", "lm_head"]
-    adapter = make_adapter(base, tmp_path / "a", target_modules=targets, use_dora=use_dora)
-    merge(adapter, base, tmp_path / "merged")
-    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert (ours - adapter_logits(base, adapter)).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
-)
-def test_tied_embedding_adapted_at_one_end_is_untied(base, tmp_path, options):
-    adapter = make_adapter(base, tmp_path / "a", **{"target_modules": ["q_proj"], **options})
-    merge(adapter, base, tmp_path / "merged")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (logits(model) - adapter_logits(base, adapter)).abs().max() <= TOLERANCE
-    assert not model.config.tie_word_embeddings
 
 
 def test_update_is_rounded_once(tmp_path, tiny_tokenizer):

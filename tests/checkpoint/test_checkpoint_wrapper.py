@@ -58,13 +58,11 @@ def test_what_text_does_not_reach_stays_byte_for_byte(adapters, base, tmp_path):
     if adapters:
         recipe["lora"] = {"r": 4}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    said = trainkit(tmp_path, "sft", "recipe.yaml", "--output-dir", "run")
-    assert said.code == 0, said.err
+    trainkit(tmp_path, "sft", "recipe.yaml", "--output-dir", "run").well()
     result = tmp_path / "run" / "final"
     if adapters:
         result = tmp_path / "merged"
-        said = trainkit(tmp_path, "merge", "run", "merged")
-        assert said.code == 0, said.err
+        trainkit(tmp_path, "merge", "run", "merged").well()
     files = load_file(base / "model.safetensors")
     found = {}
     for path in result.glob("*.safetensors"):

@@ -60,11 +60,9 @@ def runs(tmp_path_factory, tiny_llama):
     """Plain, with both, and with both but killed in step 3 and continued."""
     lab = make_project(tmp_path_factory.mktemp("methods"), tiny_llama)
     for name, given in {"plain": (), "whole": BOTH}.items():
-        said = lab.sft(*START, name, *given)
-        assert said.code == 0, said.err
+        lab.sft(*START, name, *given).well()
     assert lab.sft(*START, "parts", *BOTH, kill_at=3) is None
-    said = lab.sft("--resume", "parts")
-    assert said.code == 0, said.err
+    lab.sft("--resume", "parts").well()
     return lab.root
 
 
@@ -74,8 +72,7 @@ def adapters(run, step):
 
 def test_b_learns_at_the_ratio_and_a_at_the_rate(runs, project):
     """B begins at 0, so its first update is the rate times the same direction, with any ratio."""
-    said = project.sft(*START, "fast", f"lora.lora_plus_ratio={LORA_PLUS}")
-    assert said.code == 0, said.err
+    project.sft(*START, "fast", f"lora.lora_plus_ratio={LORA_PLUS}").well()
     slow, fast = adapters(runs / "plain", 1), adapters(project.root / "fast", 1)
     later = adapters(project.root / "fast", 2)
     assert slow.keys() == fast.keys()
@@ -121,8 +118,7 @@ def test_the_merged_model_is_the_adapter_over_the_plain_base(runs):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    said = trainkit(runs, "merge", "whole", "-o", "merged", "--dtype", "float32")
-    assert said.code == 0, said.err
+    trainkit(runs, "merge", "whole", "-o", "merged", "--dtype", "float32").well()
     base = AutoModelForCausalLM.from_pretrained(runs / "m", dtype=torch.float32)
     embedding = base.get_input_embeddings().weight.detach().clone()
     wanted = PeftModel.from_pretrained(base, runs / "whole/final").eval()
@@ -145,8 +141,7 @@ def test_packed_rows_say_how_much_weaker_their_noise_is(project):
 
 def test_json_is_alone_on_stdout_whatever_libraries_print(project):
     """Each row of the log as in metrics.jsonl, the summary, and the run; text stays on stderr."""
-    said = project.sft("--config", "r.yaml", "training.max_steps=2", "-o", "told", "--json")
-    assert said.code == 0, said.err
+    said = project.sft("--config", "r.yaml", "training.max_steps=2", "-o", "told", "--json").well()
     rows = [json.loads(line) for line in said.out.splitlines()]
     written = [json.loads(line) for line in (project.root / "told/metrics.jsonl").open()]
     assert [row for row in rows if "step" in row] == written

@@ -54,7 +54,6 @@ def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.mark.slow
 def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -100,7 +99,6 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     assert [summary[part]["dropped"]["bad_json"]["rows"] for part in ("train", "eval")] == [1, 1]
 
 
-@pytest.mark.slow
 def test_two_ranks_with_zero3_from_the_command_line(project):
     given = ("--config", "small.yaml", "--deepspeed", "zero3", "--replace_kernel")
     code, out, err = sft(project, *given, num_ranks=2, launch=True, is_plain=True)
@@ -111,7 +109,6 @@ def test_two_ranks_with_zero3_from_the_command_line(project):
     assert status(run)["state"] == "done"
 
 
-@pytest.mark.slow
 def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM

@@ -56,7 +56,6 @@ ALL_DROPPED = [("chat.jsonl", n) for n in range(6, 56, 25)] + [
 ]
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     """SIGKILL behind a checkpoint; the steps after it are done again, the ledger keeps one line.
 
@@ -102,7 +101,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     assert dropped(parts) == dropped(whole)
 
 
-@pytest.mark.slow
 def test_ranks_share_the_rows_and_their_dirt(project):
     code, _, err = sft(project, "--config", "r.yaml", "--output-dir", "two", num_ranks=2)
     assert code == 0, err

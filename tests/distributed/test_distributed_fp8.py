@@ -1,5 +1,7 @@
 """Full fine-tuning in fp8 on two ranks: trained, resumed, and chosen where weights are sharded."""
 
+import functools
+
 import pytest
 from ranks import run_ranks
 
@@ -12,12 +14,23 @@ def one_process(tmp_path_factory):
     return run_ranks(CASE, world_size=1, root=str(root), stage=0, batch=8)[0]
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """Train once, by the stage or strategy."""
+    root = str(tmp_path_factory.mktemp("two"))
+
+    def train(stage, **more):
+        sharded = {"shard": stage} if isinstance(stage, str) else {"stage": stage}
+        return run_ranks(CASE, root=root, **sharded, batch=4, save_total_limit=9, **more)
+
+    return functools.cache(train)
+
+
 @pytest.mark.sample("3", "fsdp2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
-def test_two_ranks_train_what_one_does(stage, one_process, tmp_path):
+def test_two_ranks_train_what_one_does(stage, one_process, on_two):
     """Each rank quantises the gradients of its own rows: dW is rounded otherwise, and no more."""
-    sharded = {"shard": stage} if isinstance(stage, str) else {"stage": stage}
-    first, second = run_ranks(CASE, root=str(tmp_path), **sharded, batch=4)
+    first, second = on_two(stage)
     assert first == second
     assert first["num_fp8"] == 14
     assert first["losses"] == pytest.approx(one_process["losses"], rel=5e-3)
@@ -26,10 +39,8 @@ def test_two_ranks_train_what_one_does(stage, one_process, tmp_path):
 
 @pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_resumed_run_is_the_unbroken_one(stage, tmp_path):
-    options = {"root": str(tmp_path), "stage": stage, "batch": 2, "save_total_limit": 9}
-    unbroken = run_ranks(CASE, **options)
-    assert run_ranks(CASE, **options, resume="checkpoint-3") == unbroken
+def test_a_resumed_run_is_the_unbroken_one(stage, on_two):
+    assert on_two(stage, resume="checkpoint-3") == on_two(stage)
 
 
 def test_a_sharded_model_is_measured_as_a_whole_one(tmp_path):

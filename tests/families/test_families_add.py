@@ -62,13 +62,11 @@ def test_an_op_is_a_folder_a_line_in_the_registry_a_switch_and_a_proof(monkeypat
     assert trainkit.patch(make("gemma")).row("silu_mul").reason == "the model has no SiLU gate"
 
 
-@pytest.mark.slow
 def test_the_new_op_passes_the_contract_and_the_self_check_in_triton():
     (found,) = run_ranks("families.family_cases:new_op", world_size=1, interpret=True)
     assert found == {"bad": [], "status": "ok"}
 
 
-@pytest.mark.slow
 @pytest.mark.sample("glm4", "gemma", "qwen2_vl")
 @pytest.mark.parametrize("name", ["qwen2", "glm4", "gemma", "qwen2_vl"])
 def test_the_kernels_themselves_through_the_interpreter(name):

@@ -77,8 +77,12 @@ def a_weight_that_stays_in_fp32(is_trained):
     return [name for name, p in model.named_parameters() if not hasattr(p, "to_local")]
 
 
-def steps_of(optim):
-    """The largest difference of a weight to one process, after three steps of an optimizer."""
+def steps_of(optims):
+    """By the optimizer: the largest difference of a weight to one process, after three steps."""
+    return {optim: _steps_of(optim) for optim in optims}
+
+
+def _steps_of(optim):
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments("unused", optim=optim, use_cpu=True, learning_rate=1e-2)

@@ -100,10 +100,9 @@ def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(kind, num_ranks, t
         assert all(bool((found[name] == wanted[name]).all()) for name in wanted)
 
 
-@pytest.mark.parametrize("optim", SHARDED_OPTIMIZERS)
-def test_every_optimizer_that_it_takes_trains_as_on_whole_weights(optim):
-    for difference in run_ranks("parallel.fsdp_cases:steps_of", optim=optim):
-        assert difference < 1e-5
+def test_every_optimizer_that_it_takes_trains_as_on_whole_weights():
+    for found in run_ranks("parallel.fsdp_cases:steps_of", optims=[*SHARDED_OPTIMIZERS]):
+        assert not {optim: far for optim, far in found.items() if far > 1e-5}
 
 
 def test_one_process_may_shard_too(project):

@@ -138,13 +138,11 @@ def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, shard, tmp
     (tmp_path / "r.json").write_text(json.dumps(recipe), encoding="utf-8")
     words = ("sft", "--config", "r.json", "--output-dir")
     options = {"num_ranks": 2 if shard == "none" else 4, "pictures": False}
-    whole = trainkit(tmp_path, *words, "whole", **options)
-    assert whole.code == 0, whole.err
+    trainkit(tmp_path, *words, "whole", **options).well()
     final = weights_of(tmp_path / "whole/final")
     if lora is None:
         assert trainkit(tmp_path, *words, "killed", kill_at=3, **options) is None
-        resumed = trainkit(tmp_path, "sft", "--resume", "killed", **options)
-        assert resumed.code == 0, resumed.err
+        trainkit(tmp_path, "sft", "--resume", "killed", **options).well()
         same = weights_of(tmp_path / "killed/final")
         assert final.keys() == same.keys()
         assert all(torch.equal(value, same[name]) for name, value in final.items())

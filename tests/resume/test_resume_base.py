@@ -28,8 +28,7 @@ def begun(project, tiny_llama, request):
     shutil.copytree(tiny_llama, project.root / "m")
     text = RECIPE if request.param == "lora" else RECIPE.replace(LORA, "")
     (project.root / "r.yaml").write_text(text)
-    said = project.sft("--config", "r.yaml", "--output-dir", "run", "training.max_steps=2")
-    assert said.code == 0, said.err
+    project.sft("--config", "r.yaml", "--output-dir", "run", "training.max_steps=2").well()
     return project
 
 
@@ -59,8 +58,7 @@ def test_what_the_base_is_made_of_is_compared(begun, request):
     refused = resumed(begun)
     assert refused.code == 1
     assert "base.model.safetensors: " in refused.err
-    taken = resumed(begun, "--allow-changed", "base")
-    assert taken.code == 0, taken.err
+    taken = resumed(begun, "--allow-changed", "base").well()
     assert "not as it was, and accepted: base.model.safetensors" in taken.err + taken.out
 
 
@@ -129,8 +127,7 @@ def test_what_judges_the_model_is_compared(project):
     for name, text in files.items():
         (project.root / name).write_text(text)
     begin = ("training.max_steps=2", "data.eval=[held.jsonl]", JUDGED)
-    said = project.sft("--config", "r.yaml", "--output-dir", "run", *begin)
-    assert said.code == 0, said.err
+    project.sft("--config", "r.yaml", "--output-dir", "run", *begin).well()
     for name, text in files.items():
         (project.root / name).write_text(text + ("#" if name == "judge.py" else text))
     refused = resumed(project)
@@ -139,5 +136,4 @@ def test_what_judges_the_model_is_compared(project):
         assert f"data.evaluation.{name}: " in refused.err
     assert refused.err.count("--allow-changed data ") == 0
     assert "accept it with --allow-changed data\n" in refused.err
-    asked = resumed(project, "data.eval=[held.jsonl]", "--allow-changed", "data")
-    assert asked.code == 0, asked.err
+    resumed(project, "data.eval=[held.jsonl]", "--allow-changed", "data").well()

@@ -32,8 +32,7 @@ def judged(tmp_path_factory, tiny_llama):
     """A project with a whole run ``whole``, its best step and its last."""
     project = make_project(tmp_path_factory.mktemp("judged"), tiny_llama)
     (project.root / "e.jsonl").write_text(chat_lines(ANSWERS))
-    whole = project.sft("--config", "r.yaml", *JUDGED, "--output-dir", "whole")
-    assert whole.code == 0, whole.err
+    project.sft("--config", "r.yaml", *JUDGED, "--output-dir", "whole").well()
     rows = record(project.root / "whole")["metrics"]
     losses = {row["eval_loss"]: row["step"] for row in rows if "eval_loss" in row}
     best, end = losses[min(losses)], max(losses.values())
@@ -49,8 +48,7 @@ def stop(project, name, step):
 
 
 def goes_on_as_whole(project, name):
-    last = project.sft("--resume", name)
-    assert last.code == 0, last.err
+    project.sft("--resume", name).well()
     assert record(project.root / name) == record(project.root / "whole")
 
 

@@ -10,8 +10,6 @@ from resume.record import digests, metrics, record
 
 from trainkit.run.starts import runs_named
 
-pytestmark = pytest.mark.slow
-
 FIRST = ("--config", "r.yaml", "--output-dir")
 START = (*FIRST, "run")
 
@@ -83,8 +81,7 @@ def test_the_shape_of_a_schedule_acts_from_the_checkpoint_on(project, case):
     """The rate is the one that the schedule, as it is now, has at that step."""
     given, change, rate = SHAPES[case]
     project.sft(*START, *given, kill_at=5)
-    result = project.sft("--resume", "run", change)
-    assert result.code == 0, result.err
+    result = project.sft("--resume", "run", change).well()
     rates = project.rates("run")
     # The rate that is logged with a step was set at the end of the step before.
     assert [rates[step] for step in (5, 8)] == pytest.approx([rate(4), rate(7)])
@@ -184,26 +181,34 @@ def test_a_dry_run_refuses_what_the_continued_run_would_and_touches_nothing(proj
 
 
 @pytest.fixture(scope="module")
-def broken_run():
-    return {}
+def made(tmp_path_factory):
+    return tmp_path_factory.mktemp("made")
+
+
+def copied(project, made, name, **options):
+    """A run that is made once."""
+    run = project.root / "run"
+    if not (made / name).exists():
+        project.sft(*START, **options)
+        shutil.copytree(run, made / name)
+    else:
+        shutil.copytree(made / name, run)
+    return run
 
 
 @pytest.fixture
-def broken(project, broken_run, tmp_path_factory):
-    """A run killed in step 5, made once."""
-    if "run" not in broken_run:
-        project.sft(*START, kill_at=5)
-        broken_run["run"] = tmp_path_factory.mktemp("kept") / "run"
-        shutil.copytree(project.root / "run", broken_run["run"])
-    elif not (project.root / "run").exists():
-        shutil.copytree(broken_run["run"], project.root / "run")
-    return project.root / "run"
+def broken(project, made):
+    """Killed in step 5."""
+    return copied(project, made, "broken", kill_at=5)
 
 
-def test_going_back_retires_what_came_later(project):
-    assert project.sft(*START).code == 0
-    run = project.root / "run"
-    whole = record(run)
+@pytest.fixture
+def whole(project, made):
+    return copied(project, made, "whole")
+
+
+def test_going_back_retires_what_came_later(project, whole):
+    run, before = whole, record(whole)
     assert project.sft("--resume", "run/checkpoint-4", kill_at=7) is None
     names = {path.name for path in run.iterdir() if "checkpoint" in path.name}
     assert names == {
@@ -220,34 +225,31 @@ def test_going_back_retires_what_came_later(project):
         "retired-final",
     ]
     assert "continuing from " + str(run / "checkpoint-6") in project.sft("--resume", "run").err
-    assert record(run) == whole
+    assert record(run) == before
     assert "renaming" in project.sft("--resume", "run/retired-checkpoint-8").err
 
 
-def test_a_finished_run_is_left_alone(project):
-    project.sft(*START)
-    run = project.root / "run"
-    before = stored(run)
-    for command in (("--resume", "run"), (*START, "--resume"), ("--resume", "run/checkpoint-8")):
-        result = project.sft(*command)
+def test_a_finished_run_is_left_alone(project, whole):
+    run, before = whole, stored(whole)
+    ways = (("--resume", "run"), (*START, "--resume"), ("--resume", "run/checkpoint-8"))
+    again = ("--resume", "run", "training.learning_rate=1")
+    *said, refused = trainkit_each(project.root, [["sft", *way] for way in (*ways, again)])
+    for result in said:
         assert (result.code, result.out.strip()) == (0, str(run))
         assert "is done" in result.err
-    refused = project.sft("--resume", "run", "training.learning_rate=1")
     assert (refused.code, "nothing is left" in refused.err) == (1, True)
     assert stored(run) == before
     assert project.sft("--resume", "run", "training.max_steps=10").code == 0
     assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, 11))
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_place(project):
+def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_place(project, whole):
     """By its name, which looks like a checkpoint's, and by the same command."""
-    assert project.sft(*FIRST, "whole").code == 0
     for run, again in (("checkpoint-7", ()), ("run-1", (*FIRST, "run-1"))):
         project.sft(*FIRST, run, kill_at=2)
-        result = project.sft(*again, "--resume", *([] if again else [run]))
-        assert result.code == 0, result.err
+        result = project.sft(*again, "--resume", *([] if again else [run])).well()
         assert "stopped before its first checkpoint; it starts again" in result.err
-        assert record(project.root / run) == record(project.root / "whole")
+        assert record(project.root / run) == record(whole)
 
 
 def test_a_restart_by_torchrun_goes_on_with_its_own_run(project):
@@ -258,8 +260,7 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run(project):
     project.sft(*command, kill_at=1, environment=launch)
     launch["TORCHELASTIC_RESTART_COUNT"] = "1"
     project.sft(*command, kill_at=5, environment=launch)
-    last = project.sft(*command, environment=launch)
-    assert last.code == 0, last.err
+    last = project.sft(*command, environment=launch).well()
     newest, other = runs_named(project.root / "train_model", "r")
     assert last.out.strip() == str(newest)
     assert len(project.starts(newest)) == 3

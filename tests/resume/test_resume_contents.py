@@ -31,8 +31,7 @@ def begun(project, request):
         text.replace("save_steps: 2", "save_steps: 1, logging_steps: 4")
     )
     given = ["training.max_steps=2", *([f"parallel.shard={shard}"] if shard else [])]
-    said = project.sft("--config", "r.yaml", "--output-dir", "run", *given)
-    assert said.code == 0, said.err
+    project.sft("--config", "r.yaml", "--output-dir", "run", *given).well()
     return project
 
 

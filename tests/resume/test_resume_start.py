@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from commands import run_command
+from commands import run_command, trainkit_each
 from ranks import RankFailure, run_ranks
 
 from trainkit.errors import RunDirectoryError
@@ -48,28 +48,28 @@ def test_a_run_is_begun_again_wherever_its_start_was_killed(project, moment):
     with pytest.raises(RankFailure):
         run_ranks("resume.test_resume_start:killed_before", **case)
     assert run.exists() is (moment != "run")
-    ways = (["--output-dir", "run", "--config", "r.yaml"], ["--resume", "run"])
-    for way in (*ways, ["--config", "r.yaml", "--output-dir", "run", "--resume"]):
-        kept = root / "kept"
-        if run.exists():
-            shutil.copytree(run, kept)
-        said = project.sft(*way, "training.max_steps=2")
-        if said.code and "--resume" not in way:
-            assert "continue that run with --resume" in said.err
-            assert (run / "status.json").exists()  # without it, nothing is there to overwrite
-        elif said.code and moment == "run":
-            assert "there is no such run directory" in said.err
-        elif said.code:
-            assert "with --config" in said.err
-            assert not (run / "recipe.yaml").exists()
-            said = project.sft(*way, "--config", "r.yaml", "training.max_steps=2")
-            assert said.code == 0, said.err
+    given = ["--config", "r.yaml", "--output-dir", "run"]
+    ways = (given, ["--resume", "run"], [*given, "--resume"], ["--resume", "run", *given[:2]])
+    folders = [root.parent / f"{root.name}-{number}" for number in range(len(ways))]
+    for folder in folders:
+        shutil.copytree(root, folder, symlinks=True)
+    commands = [["sft", *way, "training.max_steps=2"] for way in ways]
+    new, resumed, *others = trainkit_each(folders, commands)
+    if new.code:
+        assert "continue that run with --resume" in new.err
+        assert (folders[0] / "run/status.json").exists()  # without it nothing is overwritten
+    if resumed.code:
+        assert ("there is no such run directory" if moment == "run" else "with --config") in (
+            resumed.err
+        )
+        assert not (folders[1] / "run/recipe.yaml").exists()
+    if moment == "run":
+        others.pop()  # there is nothing to go on with
+    assert [said.code for said in others] == [0] * len(others), others
+    for folder, said in zip(folders, (new, resumed, *others), strict=False):
         if not said.code:
-            assert (run / "final" / "adapter_model.safetensors").is_file()
-            assert len((run / "metrics.jsonl").read_text().splitlines()) >= 2
-        shutil.rmtree(run, ignore_errors=True)
-        if kept.exists():
-            kept.rename(run)
+            assert (folder / "run/final/adapter_model.safetensors").is_file()
+            assert len((folder / "run/metrics.jsonl").read_text().splitlines()) >= 2
 
 
 @pytest.mark.parametrize("key", ["overrides", "changes", "accepted", "retired", "passed_over"])

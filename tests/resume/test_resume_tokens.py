@@ -1,11 +1,9 @@
 """Tokens that a recipe adds: a killed run ends with the same bytes, and its model knows them."""
 
-import pytest
 from commands import trainkit
 from resume.test_resume_same_run import broken_and_whole
 
 
-@pytest.mark.slow
 def test_killed_merged_and_asked(project):
     given = ['model.add_tokens=["number", "It is"]', "kernels=true"]
     parts, whole = broken_and_whole(project, given)
@@ -13,8 +11,7 @@ def test_killed_merged_and_asked(project):
     said = project.sft("--resume", "parts", 'model.add_tokens=["number"]')
     assert said.code != 0
     assert "model.add_tokens" in said.err
-    merged = trainkit(project.root, "merge", "parts", "merged")
-    assert merged.code == 0, merged.err
+    trainkit(project.root, "merge", "parts", "merged").well()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(project.root / "merged")
@@ -22,5 +19,4 @@ def test_killed_merged_and_asked(project):
     assert tokenizer.encode("It is") == [len(tokenizer) - 1]
     assert model.config.vocab_size == len(model.get_output_embeddings().weight) == len(tokenizer)
     given = ("--prompts", "d.jsonl", "-o", "answers.jsonl", "--max-new-tokens", "2", "--greedy")
-    said = trainkit(project.root, "generate", "parts", *given)
-    assert said.code == 0, said.err
+    said = trainkit(project.root, "generate", "parts", *given).well()

@@ -1,14 +1,14 @@
 """Runs on rows with images, as a user types them: against plain transformers, ranks, resumption."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from commands import trainkit
+from commands import trainkit, trainkit_each
 from pictures import EVERYTHING, QWEN3_5, Family, make_image, make_model_directory, write_rows
 from resume.record import record
+from tiny import chat_lines
 
 STEPS = 4
 RATIOS = {"vision": 0.1, "projector": 4.0}
@@ -218,8 +218,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(lora, tmp_path):
     )
     sft(tmp_path, "-o", "whole")
     assert trainkit(tmp_path, "sft", "--config", "r.yaml", "-o", "killed", kill_at=3) is None
-    said = trainkit(tmp_path, "sft", "--resume", "killed")
-    assert said.code == 0, said.err
+    trainkit(tmp_path, "sft", "--resume", "killed").well()
     assert record(tmp_path / "killed") == record(tmp_path / "whole")
 
 
@@ -241,8 +240,7 @@ def test_adapters_are_merged_and_everything_loads_in_plain_transformers(model_ty
     folder.mkdir()
     write_recipe(folder, model_type, lora={"r": 4, "alpha": 64, "vision": True})
     assert "adapters see images" in sft(folder, "-o", "run").err
-    said = trainkit(folder, "merge", "run/final", "merged")
-    assert said.code == 0, said.err
+    trainkit(folder, "merge", "run/final", "merged").well()
     files = {path.name for path in (folder / "merged").iterdir()}
     assert {"preprocessor_config.json", "processor_config.json", "tokenizer.json"} <= files
     assert (folder / "run/final/preprocessor_config.json").exists()
@@ -268,27 +266,20 @@ UNTRIED = {
 }
 
 
-@pytest.mark.parametrize("words", UNTRIED)
-def test_what_was_never_tried_with_images_is_refused(words, tmp_path):
+def test_what_was_never_tried_with_images_is_refused(tmp_path):
     write_recipe(tmp_path, kernels=False)
-    said = trainkit(tmp_path, "sft", "--config", "r.yaml", words)
-    assert said.code == 2
-    assert UNTRIED[words] in said.err
-    assert words.partition("=")[0] in said.err
-
-
-def test_parts_that_see_need_images_and_no_adapters(tmp_path):
-    write_recipe(tmp_path, model__train=["vision"], lora={"r": 4})
-    said = trainkit(tmp_path, "sft", "--config", "r.yaml")
-    assert said.code == 2
-    assert "model.train" in said.err
-    Path(tmp_path / "rows.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    (tmp_path / "text.jsonl").write_text(chat_lines([("a", "b")]))
+    commands = [["sft", "r.yaml", words] for words in UNTRIED]
+    parts = ["sft", "r.yaml", "model.train=[vision]"]
+    *untried, adapted, text = trainkit_each(
+        tmp_path, [*commands, [*parts, "lora.r=4"], [*parts, "data.train=[text.jsonl]"]]
     )
-    write_recipe(tmp_path, model__train=["vision"])
-    said = trainkit(tmp_path, "sft", "--config", "r.yaml")
-    assert said.code == 2
-    assert "no row has any" in said.err
+    for (words, why), said in zip(UNTRIED.items(), untried, strict=True):
+        assert why in said.err
+        assert words.partition("=")[0] in said.err
+    assert "model.train" in adapted.err
+    assert "no row has any" in text.err
+    assert [said.code for said in (*untried, adapted, text)] == [2] * 4
 
 
 def test_a_dry_run_and_the_looks_at_data_know_images(tmp_path):

@@ -257,8 +257,7 @@ def test_a_second_model_is_loaded_again_only_where_it_would_be_another(run, monk
 
 def test_from_the_command_line(run):
     spoil(run, lambda weights: weights["model.norm.weight"].fill_(math.nan))
-    said = trainkit(run.root.parent, "diagnose", "run", "--json")
-    assert said.code == 0, said.err
+    said = trainkit(run.root.parent, "diagnose", "run", "--json").well()
     found = json.loads(said.out)
     assert (found["culprit"], found["name"]) == ("weights", "model.norm.weight")
     assert found["trials"][0]["outcome"]["first_module"] == "model.norm"

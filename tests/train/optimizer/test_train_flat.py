@@ -202,6 +202,7 @@ def test_two_ranks_average_with_one_reduction():
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample("None")
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_ranks_of_a_run_train_as_one_process_with_torchs_adamw(dtype, tmp_path):
     """Trainer, clipping, micro-batches and a resume included; only sums in fp32 differ in order.
