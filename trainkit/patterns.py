@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.options.model import NOT_TAKEN
 
 _SECONDS = 1
 """Of a processor: those of sane adapters take a thousandth of it."""
@@ -40,17 +41,17 @@ def has_part(name: str, parts: Iterable[str]) -> bool:
     return any(f".{part}." in f".{name}." for part in parts)
 
 
-def refuse_replicated(
+def refuse_variants(
     config: Mapping[str, Any], where: Path | str, kind: type[TrainkitError] = CheckpointError
 ) -> None:
     """Every reader of an adapter calls this, or `refuse_endless`."""
-    if layers := config.get("layer_replication"):
-        raise kind(
-            f"layer_replication: {json.dumps(layers, default=str)[:40]} is not taken: the "
-            "layers of the base stay as they are",
-            where=str(where),
-            fix="write the model with its layers repeated, and train an adapter over that",
-        )
+    for key in ("layer_replication", "megatron_config", "arrow_config"):
+        if value := config.get(key):
+            raise kind(
+                f"{key}: {json.dumps(value, default=str)[:40]} is not taken: {NOT_TAKEN[key]}",
+                where=str(where),
+                fix="take an adapter that was trained without it",
+            )
 
 
 def refuse_endless(
@@ -79,6 +80,15 @@ def refuse_endless(
 def _refuse_pattern(
     key: str, patterns: list[Any], names: list[str], where: Path | str, kind: type[TrainkitError]
 ) -> None:
+    for each in patterns:
+        try:
+            re.compile(each if isinstance(each, str) else "")
+        except re.error as error:
+            raise kind(
+                f"the pattern of {key} ({each:.40}) is no regular expression: {error}",
+                where=str(where),
+                fix="correct it, or write the names themselves there: [q_proj, v_proj]",
+            ) from None
     repeating = [each for each in patterns if isinstance(each, str) and re.search(r"[*+{?]", each)]
     if repeating and not _ends(repeating, names):
         raise kind(
@@ -122,7 +132,7 @@ def _refuse_sizes(
     for key, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
         if type(alpha) not in (int, float) or not abs(alpha) <= _HIGHEST_ALPHA:
             refuse(key, alpha, f"a number up to {_HIGHEST_ALPHA:,}")
-    refuse_replicated(config, where, kind)
+    refuse_variants(config, where, kind)
     if re.search(r"\d{4,}", str(config.get("init_lora_weights"))):
         refuse("init_lora_weights", config["init_lora_weights"], "at most 999 turns")
 

@@ -218,6 +218,30 @@ def test_adapter_of_an_unknown_kind_is_refused(base, tmp_path, change, word):
         read_adapter(adapter)
 
 
+MISFITS = {
+    "none": ({"target_modules": []}, "cannot be put over the model"),
+    "pattern": ({"target_modules": "x["}, "cannot be put over the model"),
+    "fewer": ({"target_modules": ["q_proj"]}, "do not agree on"),
+    "excluded": ({"exclude_modules": ["q_proj"]}, "do not agree on"),
+    "saved": ({"modules_to_save": ["lm_head"]}, "cannot be put over the model"),
+    "dropout": ({"lora_dropout": "a"}, "cannot be put over the model"),
+    "bias": ({"lora_bias": True}, "do not agree on"),
+    "arrow": ({"arrow_config": {"x": 1}}, "arrow_config: {"),
+    "megatron": ({"megatron_config": {"x": 1}}, "megatron_config: {"),
+}
+
+
+@pytest.mark.parametrize(("change", "word"), MISFITS.values(), ids=MISFITS)
+def test_a_configuration_that_is_not_that_of_the_weights(base, tmp_path, change, word):
+    """Each ended in a traceback of peft's, or in a model that says it was proved."""
+    adapter = make_adapter(base, tmp_path / "a")
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=word):
+        merge(adapter, base, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
 def test_adapter_with_a_missing_half_or_nan(base, tmp_path):
     adapter = make_adapter(base, tmp_path / "a")
     path = adapter / "adapter_model.safetensors"

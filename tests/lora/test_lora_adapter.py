@@ -193,6 +193,12 @@ def test_biases_that_no_merge_can_keep_are_named_before_training(targets, word):
     assert word is None or word in warning
 
 
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_a_pattern_that_is_none_is_refused(key):
+    with pytest.raises(ModelError, match=rf"the pattern of {key} \(\(\(q\) is no regular"):
+        attach(make_model(), LoraOptions(**{key: "((q"}))
+
+
 def test_an_adapter_that_repeats_layers_is_refused(tmp_path):
     """peft builds it over a base whose configuration, and so its cache, has fewer layers."""
     attach(make_model(), LoraOptions()).save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import stat
 from datetime import datetime, timezone
 
 import pytest
+from commands import python
 
 from trainkit.checkpoint.whole.atomic import stage, staged_directory
 from trainkit.errors import CheckpointError, ResumeRefusedError, RunDirectoryError
@@ -208,3 +209,31 @@ def test_json_has_no_bare_nan(run):
     assert json.loads(run.data.read_text(), parse_constant=pytest.fail) == {
         "loss": ["NaN", "-Infinity"]
     }
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/x", "/proc/x", "x" * 300], ids=range(4))
+def test_a_place_where_nothing_can_be_made_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        RunDirectory.create_at(name)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from trainkit.errors import RunDirectoryError
+from trainkit.run.directory import RunDirectory, locked
+run = RunDirectory.create_at(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+try:
+    with locked(run):
+        pass
+except RunDirectoryError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_already_is_named(tmp_path):
+    assert "no space left on the device while writing .lock" in python("-c", FULL, tmp_path / "r")

@@ -7,7 +7,6 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import re
@@ -28,8 +27,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import refuse_scalar_head
-from trainkit.checkpoint.weights.adapter import check_scaling
-from trainkit.errors import CheckpointError, RecipeError, TrainkitError
+from trainkit.checkpoint.weights.adapter import check_scaling, read_by_peft
+from trainkit.checkpoint.weights.plain_files import refuse_duplicates
+from trainkit.errors import CheckpointError, RecipeError
 from trainkit.evaluation_mode import changed
 from trainkit.lora.initial import start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check, stays_a_module
@@ -243,33 +243,24 @@ def load_adapter(
         )
     regular_files(path, CheckpointError)
     # Patterns that never end and scales that are not finite; the rest peft says.
-    config: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    file = path / "adapter_config.json"
+    try:
+        config = json.loads(file.read_bytes(), object_pairs_hook=refuse_duplicates)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is not valid JSON: {error}", where=str(file)) from None
     if isinstance(config, dict):
         if not has_scalar_head(model):
             refuse_scalar_head([str(config.get("task_type"))], str(path))
         check_scaling(config, path)
         names = (name for name, _ in model.named_modules())
-        refuse_endless(config, names, path / "adapter_config.json")
-    try:
+        refuse_endless(config, names, file)
+    with read_by_peft(path):
         given: Any = PeftConfig.from_pretrained(str(path))
         layers = _weights_of_layers(model, given)
         with warnings.catch_warnings(record=True) as said, with_shapes(model), _of_layers(layers):
             warnings.simplefilter("always")
             warnings.filterwarnings("ignore", _UNMATCHED)
             wrapped = PeftModel.from_pretrained(model, path, is_trainable=trainable, config=given)
-    except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # peft raises nearly anything on a file that is not its own
-        lines = str(error).strip().split("\n")
-        reason = next((each.strip() for each in lines if "size mismatch" in each), lines[0])
-        raise CheckpointError(
-            f"the adapter cannot be put over the model: {type(error).__name__}: {reason}",
-            where=str(path),
-            fix="check that adapter_config.json and adapter_model.safetensors are as they were "
-            "saved, and that the base is the one it was trained on",
-        ) from error
     if layers:
         _name_by_weights(wrapped)
     read_where_they_run(wrapped)

@@ -85,6 +85,12 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
             "(hf download NAME --local-dir DIR) and give DIR",
         )
         return
+    if source.revision is not None and path.exists():
+        raise ModelError(
+            f"revision {source.revision!r} has no effect on what is on this disk",
+            where=f"model.name_or_path: {path}",
+            fix="leave it out; the hub's is meant where nothing here is called so",
+        )
     if path.is_dir():
         if is_model and source.gguf_file is None:
             check_model_files(path, with_weights=source.init != "random")

@@ -545,7 +545,7 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
             "global_batch_size",
             f"global_batch_size {total} is not a multiple of "
             f"training.per_device_train_batch_size {micro}",
-            f"take {smaller or micro} or {smaller + micro}",
+            f"take {f'{smaller} or ' if smaller else ''}{smaller + micro}",
         )
     if recipe.faults.on_bad_numbers != "stop" and recipe.optim_in_backward:
         yield (

@@ -367,7 +367,7 @@ def locked(run: RunDirectory) -> Iterator[None]:
     path = regular(run.root / _NAME, RunDirectoryError)
     with explain_os_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as stream, explain_os_errors(path):
+    with explain_os_errors(path), os.fdopen(descriptor, "r+", encoding="utf-8") as stream:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # two starts look at the file one after the other
         owner = None
         with contextlib.suppress(ValueError, TypeError, RecursionError):  # empty, or a kill tore it

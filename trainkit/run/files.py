@@ -19,7 +19,9 @@ from trainkit.places import fsync_directory, regular
 
 # EFBIG is the same event under a file-size limit, EDQUOT under a quota.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
+# Links in a circle, too (EEXIST where one is to be a directory), and what the kernel shows.
+_NAMES = "EACCES EPERM EROFS ELOOP ENAMETOOLONG EEXIST EISDIR ENOENT"
+_NO_PLACE = {getattr(errno, name) for name in _NAMES.split()}
 
 logger = logging.getLogger(__name__)
 WAY_OUT = "a copy of the run may have it as it was"
@@ -53,7 +55,8 @@ def explain_os_errors(path: Path) -> Iterator[None]:
                 fix="free some space or point --output-dir at a larger disk, then --resume; "
                 "files written before are intact",
             ) from error
-        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        is_gone = isinstance(error, FileNotFoundError) and not path.parent.is_dir()
+        if error.errno in _NO_PLACE and not is_gone:
             raise RunDirectoryError(
                 f"{path.name} cannot be written ({error.strerror})",
                 where=str(path),
@@ -65,7 +68,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
                 where=str(path),
                 fix="choose another directory with --output-dir",
             ) from error
-        if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        if is_gone:
             raise RunGoneError(
                 "the directory is gone: it was moved or deleted",
                 where=str(path.parent),

@@ -200,6 +200,12 @@ def test_a_run_directory_is_no_model(tmp_path):
         check_exists(ModelOptions(str(tmp_path)))
 
 
+def test_a_directory_has_no_revisions(tiny_qwen2):
+    """One that is called as the hub's model hid that another revision was asked for."""
+    with pytest.raises(ModelError, match="revision 'v2' has no effect"):
+        check_exists(ModelOptions(str(tiny_qwen2), revision="v2"))
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_positions_is_a_limit(kind):
     config = AutoConfig.for_model(kind, vocab_size=99, **TABLES[kind])

@@ -63,11 +63,12 @@ def convert_model(
     source, target = Path(source), Path(target)
     config = read_config(source)
     source_format = detect_format(config)
-    geometry = FORMATS[source_format].geometry(config)
     if (source_format == "qwen2") == (target_format == "qwen2"):
         raise CheckpointError(
-            f"from {source_format} to {target_format} there is nothing to convert"
+            f"from {source_format} to {target_format} there is nothing to convert",
+            where=str(source),
         )
+    geometry = FORMATS[source_format].geometry(config)
     with WeightsReader(source) as files:
         reader = GlmSource(files, source_format, config, geometry)
         check_names(reader.tensors, source_format, geometry)

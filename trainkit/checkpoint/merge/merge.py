@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from peft.utils.save_and_load import load_peft_weights
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -25,12 +24,12 @@ from trainkit.checkpoint.merge.merged_weights import (
     change_of,
     quantized_names,
 )
-from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
+from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter, refuse_strangers
 from trainkit.checkpoint.weights.adapter import (
-    OWN_PART,
     Adapter,
     is_of_text_alone,
     needs_peft,
+    read_by_peft,
     vocabulary_rows,
 )
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
@@ -336,16 +335,10 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     names = (name for name, _ in model.named_modules())
     refuse_endless(adapter.config, names, adapter.directory)
-    try:
+    with read_by_peft(adapter.directory):
         wrapped = PeftModel.from_pretrained(model, str(adapter.directory))
-        _refuse_strangers(wrapped, adapter)
+        refuse_strangers(wrapped, adapter.directory)
         plain = wrapped.merge_and_unload()
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"peft cannot put the adapter over this base: {str(error).partition(chr(10))[0]}",
-            where=str(adapter.directory),
-            fix="the adapter belongs to another model",
-        ) from error
     ends = (plain.get_output_embeddings(), plain.get_input_embeddings())
     if is_tied and not torch.equal(ends[0].weight, ends[1].weight):
         raise CheckpointError(
@@ -353,16 +346,3 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
             where=str(adapter.directory),
         )
     return dict(revert_weight_conversion(plain, plain.state_dict()))
-
-
-def _refuse_strangers(wrapped: PeftModel, adapter: Adapter) -> None:
-    """Peft leaves out what finds no place, and says so in a warning at most."""
-    held = load_peft_weights(str(adapter.directory), device="cpu").keys()
-    placed = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
-    ours, theirs = ({each for each in names if OWN_PART.search(each)} for names in (held, placed))
-    if strangers := sorted(ours ^ theirs):
-        raise CheckpointError(
-            f"the base and the adapter do not agree on {strangers[0]} ({len(strangers)} like this)",
-            where=str(adapter.directory),
-            fix=f"the adapter names {adapter.base_name!r} as its base",
-        )

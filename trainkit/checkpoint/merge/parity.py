@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.weights.adapter import is_of_text_alone, read_adapter_config
+from trainkit.checkpoint.weights.adapter import (
+    OWN_PART,
+    is_of_text_alone,
+    read_adapter_config,
+    read_by_peft,
+)
 from trainkit.checkpoint.weights.export import TensorSource
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.errors import CheckpointError
@@ -124,7 +129,9 @@ def compare_with_adapter(
         _match_vocabulary(plain, merged)
         names = (name for name, _ in plain.named_modules())
         refuse_endless(read_adapter_config(adapter, with_peft=True), names, adapter)
-        model = PeftModel.from_pretrained(plain, str(adapter)).eval()
+        with read_by_peft(adapter):
+            model = PeftModel.from_pretrained(plain, str(adapter)).eval()
+        refuse_strangers(model, adapter)
         sequences = [_continue(model, ids.to(device)) for ids in encoded.ids]
         theirs = [_logits(model, sequence) for sequence in sequences]
         with model.disable_adapter():
@@ -148,6 +155,23 @@ def compare_with_adapter(
             for i, text in enumerate(PROMPTS)
         )
     )
+
+
+def refuse_strangers(wrapped: Any, adapter: Path) -> None:
+    """Peft leaves out what finds no place, and says so in a warning at most."""
+    from peft import get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    held = load_peft_weights(str(adapter), device="cpu").keys()
+    placed = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
+    ours, theirs = ({each for each in names if OWN_PART.search(each)} for names in (held, placed))
+    if strangers := sorted(ours ^ theirs):
+        raise CheckpointError(
+            f"the base and the adapter do not agree on {strangers[0]} ({len(strangers)} like this)",
+            where=str(adapter),
+            fix="take adapter_config.json and adapter_model.safetensors of the same adapter, "
+            f"whole, over its base ({wrapped.peft_config['default'].base_model_name_or_path})",
+        )
 
 
 def _match_vocabulary(model: Any, merged: Path) -> None:

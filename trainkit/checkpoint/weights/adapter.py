@@ -6,7 +6,8 @@ and without the base model, so that a merge can go tensor by tensor.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import Tensor
 from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import adapter_file, tensors_in
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.options.model import OTHER_ADAPTERS
-from trainkit.patterns import refuse_endless, refuse_replicated
+from trainkit.patterns import refuse_endless, refuse_variants
 
 CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -38,7 +39,6 @@ _WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 _UNKNOWN_HERE = (
     "trainable_token_indices",
-    "megatron_config",
     "use_qalora",
     "alora_invocation_tokens",
 )
@@ -121,7 +121,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
     if not isinstance(config, dict) or kind not in kinds:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     refuse_scalar_head([config.get("task_type")], where)
-    refuse_replicated(config, where)
+    refuse_variants(config, where)
     for key in (*_UNKNOWN_HERE, *(() if with_peft else _KNOWN_TO_PEFT)):
         if config.get(key):
             raise CheckpointError(
@@ -174,6 +174,24 @@ def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     with adapter_file(directory) as file:
         tensors = {key: file.load(key) for key in file.tensors}
     return adapter_from_tensors(directory, config, tensors)
+
+
+@contextmanager
+def read_by_peft(directory: Path) -> Iterator[None]:
+    """Peft raises nearly anything on a file that is not its own."""
+    try:
+        yield
+    except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().split("\n")
+        reason = next((each.strip() for each in lines if "size mismatch" in each), lines[0])
+        raise CheckpointError(
+            f"the adapter cannot be put over the model: {type(error).__name__}: {reason}",
+            where=str(directory),
+            fix="check that adapter_config.json and adapter_model.safetensors are as they were "
+            "saved, and that the base is the one it was trained on",
+        ) from error
 
 
 def needs_peft(config: Mapping[str, Any]) -> bool:

@@ -314,6 +314,8 @@ def verify(
     parts: list[Path] = []
     for directory in directories:
         refuse_file(directory, CheckpointError)
+        if not directory.exists():
+            raise CheckpointError("there is no such directory", where=str(directory))
         is_run = (directory / "status.json").is_file()
         inside = [*checkpoints_in(directory), *directory.glob("final")] if is_run else [directory]
         if not inside:
