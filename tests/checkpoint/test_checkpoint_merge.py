@@ -220,7 +220,7 @@ def test_adapter_of_an_unknown_kind_is_refused(base, tmp_path, change, word):
 
 MISFITS = {
     "none": ({"target_modules": []}, "cannot be put over the model"),
-    "pattern": ({"target_modules": "x["}, "cannot be put over the model"),
+    "pattern": ({"target_modules": "x["}, "is no regular expression"),
     "fewer": ({"target_modules": ["q_proj"]}, "do not agree on"),
     "excluded": ({"exclude_modules": ["q_proj"]}, "do not agree on"),
     "saved": ({"modules_to_save": ["lm_head"]}, "cannot be put over the model"),
