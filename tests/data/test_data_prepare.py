@@ -106,14 +106,6 @@ def test_max_samples_is_a_stable_random_choice(write, ready):
     assert len(ready(Source(str(path), max_samples=1000))) == 40
 
 
-def test_workers_change_nothing(write, ready, tmp_path):
-    path = write(ROWS * 30)
-    alone = ready(path, cache_dir=str(tmp_path / "one"))
-    several = ready(path, cache_dir=str(tmp_path / "two"), num_workers=2)
-    assert ids_of(alone) == ids_of(several)
-    assert alone.summary["files"] == several.summary["files"]
-
-
 class TestMixing:
     def order(self, data, epoch=0, seed=0):
         return [data.sample_id(int(i)) for i in data.epoch_order(seed=seed, epoch=epoch)]

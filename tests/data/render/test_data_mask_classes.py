@@ -104,10 +104,10 @@ def test_a_mask_depends_on_its_conversation_alone(name):
 def test_workers_and_caches_do_not_change_masks(write, ready):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = MISTRAL
-    rows = [*ROWS * 40, TOOL_ROW, *[chat("q", "yes")] * 600]
+    rows = [*ROWS * 20, TOOL_ROW, *[chat("q", "yes")] * 300]  # more than two runs of a worker
     truth = masks(SampleBuilder(tokenizer, DataOptions()), rows)
     truth = [kind for found in truth for kind in found if isinstance(kind[0], list)]
-    path = write(rows)
+    path, files = write(rows), []
     for options in ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 0}):
         fresh = {"cache_dir": str(path.parent / f"w{options['num_workers']}")}
         data = ready(path, tokenizer=tokenizer, **options, **fresh)
@@ -115,6 +115,8 @@ def test_workers_and_caches_do_not_change_masks(write, ready):
             (data[i]["input_ids"].tolist(), data[i]["loss_mask"].tolist()) for i in range(len(data))
         ]
         assert got == truth
+        files.append(data.summary["files"])
+    assert files[0] == files[1] == files[2]
 
 
 def trained(tokenizer, row, **options):
