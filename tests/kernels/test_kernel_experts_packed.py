@@ -10,10 +10,10 @@ from trainkit.kernels import launch
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.experts.function import Packed, moe_mlp
 
-CASES = [case for case in MOE_MLP.cases if case.label in ("adapted", "biased with adapters")]
+CASES = [case for case in MOE_MLP.cases if case.label in ("top 1", "biased with adapters")]
 
 
-@pytest.mark.sample("adapted-dtype0", "biased*-dtype1")
+@pytest.mark.sample("top 1-dtype0", "biased*-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_codes_are_read_in_both_directions(case, dtype, device):
