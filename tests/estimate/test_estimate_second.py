@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from estimate.test_estimate_images import allocated
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trainkit.estimate.peak import GIB, peak
@@ -45,22 +45,6 @@ def loaded(place):
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
 
 
-def most(step):
-    """Bytes that a step allocates at most over what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step()
-    events = [
-        (each.start_ns(), each.nbytes())
-        for each in record.profiler.kineto_results.events()
-        if each.name() == "[memory]"
-    ]
-    now = highest = 0
-    for _, size in sorted(events):
-        now += size
-        highest = max(highest, now)
-    return highest
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 def test_a_teacher_and_the_logits_of_both(divergence, rows, places):
@@ -78,7 +62,7 @@ def test_a_teacher_and_the_logits_of_both(divergence, rows, places):
         loss.evaluate(student, dict(batch), rows * LENGTH).loss_sum.backward()
 
     there = sum(p.numel() * 4 for model in (student, teacher) for p in model.parameters())
-    measured = there + most(step)
+    measured = there + allocated(step)
     # Without optimizer and loop, and without what a GPU's libraries and allocator take.
     plan = replace(plan_of(recipe, 1), optimizer=None, trainer=False, ops=frozenset())
     owners = peak(plan).by_owner
