@@ -360,6 +360,8 @@ def trl(tokens: list[str]) -> dict[str, Any]:
         "is_lora": model.use_peft,
         "is_sharded": any("zero" in t or "fsdp" in t for t in tokens[:start]),
     }
+    if "sft_vlm" in tokens[start]:  # which sets none itself
+        found |= {"data.max_length": 8192, "data.truncation": "error"}
     if goal in ("dpo", "kto", "orpo"):
         found["preference.beta"] = args.beta
     if model.use_peft:

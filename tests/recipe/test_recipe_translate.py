@@ -151,8 +151,12 @@ class TestScripts:
             {"cell_type": "code", "source": ["!pip install unsloth\n", "x = 1\n"]},
             {"cell_type": "code", "source": SCRIPT},
         ]
+        cells += [{"cell_type": "code", "source": "f(a=1 b=2)"}]  # behind the training
         found = self.translated(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
         assert recipe_of(tmp_path, found.text).model.name_or_path == "unsloth/m"
+        cells[1]["source"] = "f(a=1 b=2)"
+        with pytest.raises(RecipeError, match="not Python"):
+            self.translated(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
 
     def test_conversations_and_their_mask(self, tmp_path):
         pairs = 'for q, a in zip(examples["instruction"], examples["output"])'

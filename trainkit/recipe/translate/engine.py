@@ -1,5 +1,6 @@
 """From another tool's file to a recipe: what it is, the tool's defaults, then every setting."""
 
+import difflib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -170,9 +171,10 @@ def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
         elif key not in draft.given:
             continue
         elif key not in refused:
-            draft.lose(
-                key, f"{draft.tool} {rows['version']} has no such setting that is known here"
-            )
+            near = difflib.get_close_matches(key, [*rows["keys"], *idle, *refused], 1, 0.85)
+            meant = f"; {near[0]} is one" if near else ""
+            why = f"{draft.tool} {rows['version']} has no such setting that is known here{meant}"
+            draft.lose(key, why)
         elif value in OFF:
             draft.said.add(key)
         else:

@@ -1,5 +1,7 @@
 """Reading another tool's file: YAML, JSON, a command line, a script or a notebook; none is run."""
 
+import ast
+import contextlib
 import functools
 import json
 import re
@@ -50,7 +52,15 @@ def cells(path: Path, text: str) -> str:
     """A notebook's code; what is for the shell is left out."""
     cells = _json(path, text).get("cells") or []
     code = ["".join(c.get("source") or "") for c in cells if c.get("cell_type") == "code"]
-    return "\n".join(re.sub(r"^\s*[!%].*$", "", cell, flags=re.M) for cell in code)
+    code = [re.sub(r"^\s*[!%].*$", "", cell, flags=re.M) for cell in code]
+    at = next((n for n, cell in enumerate(code, 1) if ".train(" in cell), len(code))
+    return "\n".join([*code[:at], *filter(_is_python, code[at:])])  # others end in an error there
+
+
+def _is_python(text: str) -> bool:
+    with contextlib.suppress(SyntaxError, ValueError):
+        return bool(ast.parse(text))
+    return False
 
 
 def _command(path: Path, text: str) -> Theirs:
@@ -178,7 +188,6 @@ def _options(tokens: list[str], path: Path) -> tuple[dict[str, Any], dict[str, s
 
 
 def _scalar(token: str, path: Path) -> Any:
-    try:
+    with contextlib.suppress(RecipeError):
         return parse_value(token, str(path))
-    except RecipeError:
-        return token
+    return token

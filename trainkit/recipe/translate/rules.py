@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, SERVED, served_as
 from trainkit.options.training import PREFERENCE_LOSSES
 from trainkit.options.vision import VISION
@@ -23,6 +24,20 @@ from trainkit.recipe.translate.read import beside
 
 _JINJA = jinja2.Environment(undefined=jinja2.ChainableUndefined, extensions=["jinja2.ext.do"])
 _JINJA.tests["none"] = lambda value: value is None or isinstance(value, jinja2.Undefined)
+
+
+def _whole(value: Any, default: int = 0) -> int:
+    """Jinja's ``int``, which takes any word for 0."""
+    if isinstance(value, str) and not re.fullmatch(
+        r"\s*([-+]?[\d_.]*\d([eE][-+]?\d+)?)?\s*", value
+    ):
+        raise RecipeError(
+            f"'{value}' is given where a whole number is meant", fix="correct it there"
+        )
+    return jinja2.filters.do_int(value, default)
+
+
+_JINJA.filters["int"] = _whole
 
 
 @functools.cache
