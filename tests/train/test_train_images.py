@@ -7,7 +7,7 @@ from pictures import KINDS, QWEN3_5, Family
 from trainkit.models.swap import plain_class
 from trainkit.options.vision import VISION
 
-seen = pytest.mark.sample("qwen2_5_vl", "qwen3_vl", "idefics3", "gemma[34]")
+seen = pytest.mark.sample("qwen2_5_vl", "idefics3", "gemma[34]")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -91,14 +91,19 @@ def test_the_routers_losses_are_the_same_however_a_step_is_cut(
 @pytest.mark.parametrize("options", ROUTERS, ids=("own", "asked"))
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_routers_losses_are_the_same_on_any_number_of_ranks(stage, options, tmp_path):
-    """Eight rows: on one rank at once, and on two in two micro-batches each."""
+    """Eight rows: on one rank at once, and on two in one or two micro-batches each."""
     case = "train.router_cases:train"
     one, options = str(tmp_path / "one"), {"factors": options}
     (wanted,) = run_ranks(case, world_size=1, root=one, batch=8, accumulate=1, **options)
-    two = run_ranks(case, root=str(tmp_path), batch=2, accumulate=2, stage=stage, **options)
-    assert two[0] == two[1]
-    for ours, theirs in zip(two[0], wanted, strict=True):
-        assert ours == pytest.approx(theirs, rel=3e-5)
+    for batch, accumulate in ((4, 1), (2, 2)):
+        root = tmp_path / f"{batch}"
+        root.mkdir()
+        two = run_ranks(
+            case, root=str(root), batch=batch, accumulate=accumulate, stage=stage, **options
+        )
+        assert two[0] == two[1]
+        for ours, theirs in zip(two[0], wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=3e-5)
 
 
 def test_without_accumulation_it_is_the_models_own(lab, monkeypatch):
