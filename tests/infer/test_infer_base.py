@@ -17,6 +17,7 @@ from trainkit.infer.base import prove_base
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import find_model
 from trainkit.lora.adapter import attach
+from trainkit.models.tokenizer import check_exists
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import OTHER_ADAPTERS
 
@@ -246,6 +247,19 @@ def test_the_tokenizer_of_a_trained_adapter_serves_to_look_at_data(adapter, tmp_
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
     looked = ["--data", str(tmp_path / "d.jsonl"), "--model", str(adapter)]
     assert main(["data", "preview", *looked]) == 0, capsys.readouterr().err
+
+
+def test_the_revision_of_an_adapter_s_base_is_the_hub_s_alone(adapter, tmp_path):
+    """A run over a hub's base writes it; what lies on this disk has none."""
+    mine = shutil.copytree(adapter, tmp_path / "mine")
+    path = mine / "adapter_config.json"
+    given = {**json.loads(path.read_text()), "revision": "abc"}
+    path.write_text(json.dumps(given))
+    load_engine(find_model(str(mine)), device="cpu")
+    path.write_text(json.dumps({**given, "base_model_name_or_path": "someone/base"}))
+    paths = find_model(str(mine))
+    assert paths.source.revision == paths.at("someone/base").revision == "abc"
+    check_exists(paths.at(paths.tokenizer), is_model=False)
 
 
 @pytest.mark.parametrize("kind", OTHER_ADAPTERS)

@@ -54,7 +54,9 @@ class ModelPaths:
 
     def at(self, place: str | Path) -> ModelOptions:
         """Another directory of the same model, such as its tokenizer's or a copy of it."""
-        return self.source.replace(name_or_path=str(place))
+        is_of_hub = local_path(str(place)) is None
+        revision = self.source.revision if is_of_hub else None
+        return self.source.replace(name_or_path=str(place), revision=revision)
 
 
 def find_model(
@@ -349,7 +351,7 @@ def base_of(
         )
     return ModelOptions(
         name_or_path=base,
-        revision=revision if isinstance(revision, str) else None,
+        revision=revision if isinstance(revision, str) and path is None else None,
         trust_remote_code=trust_remote_code,
     )
 
