@@ -4,6 +4,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import TrainkitError
 
@@ -89,6 +90,14 @@ def regular_files(folder: Path, kind: type[TrainkitError]) -> Path:
         if is_templates or _OPENED.search(path.name):
             regular(path, kind)
     return folder
+
+
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for json: of two equal keys the last would win without a word."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
 
 
 def cache_of(kind: str) -> Path:

@@ -13,7 +13,8 @@ from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.messages import TextRow
 from trainkit.errors import DataError, ModelError, RecipeError
 from trainkit.infer.conversation import ChatHistory
-from trainkit.infer.engine import Engine, TextStream
+from trainkit.infer.engine import Engine, TextStream, load_engine
+from trainkit.infer.locate import find_model
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.tokenizer import stop_token_ids
 from trainkit.options import ModelOptions
@@ -261,6 +262,13 @@ def test_a_models_settings_that_no_answer_comes_of_are_refused_before_any(
     (copy / "generation_config.json").write_text(json.dumps(own))
     with pytest.raises(ModelError):
         stop_token_ids(ModelOptions(str(copy)))
+
+
+def test_settings_that_cannot_be_read_are_not_passed_over(tiny_qwen2, tmp_path):
+    copy = shutil.copytree(tiny_qwen2, tmp_path / "m")
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1,')
+    with pytest.raises(ModelError, match="generation settings cannot be read"):
+        load_engine(find_model(str(copy)))
 
 
 @pytest.mark.parametrize(

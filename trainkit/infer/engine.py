@@ -37,7 +37,13 @@ from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
 from trainkit.models.linears import not_finite, packed_kind, quantization_config
 from trainkit.models.loading import TORCH_DTYPES, device_named, load_model, set_use_cache
-from trainkit.models.tokenizer import check_exists, check_settings, load_config, load_tokenizer
+from trainkit.models.tokenizer import (
+    check_exists,
+    check_settings,
+    load_config,
+    load_tokenizer,
+    stop_token_ids,
+)
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.train.images import vision_of
 
@@ -311,6 +317,7 @@ def load_engine(
     if verify:
         verify_files(paths, say)
     check_exists(source)
+    stop_token_ids(source)  # a damaged generation_config.json would be passed over
     tokenizer = load_tokenizer(of_tokenizer)
     if paths.adapter is not None:
         prove_base(paths.adapter, source, say, any_base=any_base)

@@ -12,10 +12,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
-from trainkit.places import WEIGHTS, regular_files
+from trainkit.places import WEIGHTS, refuse_duplicates, regular_files
 
 MOST = 10**6
 """Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
+
+_DROPS = r"dropout|_pdrop|_drop$"
 
 FETCH = "fetch the file again, or write the model again with save_pretrained"
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -74,11 +76,21 @@ def refuse_counts(config: Mapping[str, Any], where: str) -> None:
                 where=where,
                 fix="put the model's own config.json back",
             )
+        elif _is_number(value) and not 0 <= value < 1 and re.search(_DROPS, str(key)):
+            raise ModelError(
+                f"{key} is {value}, and can be 0 up to 1",
+                where=where,
+                fix="put the model's own config.json back",
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"it is not JSON: {error}", where=str(file), fix=FETCH) from error
     if not isinstance(content, dict):

@@ -221,6 +221,7 @@ def load_model(
             else:
                 model, report = load_part(_model_class(loader, config), config, load)
             _refuse_missing(report["missing_keys"], source)
+            _refuse_left_over(report["unexpected_keys"], model, source)
             if changes := vars(model).get("_weight_conversions"):  # ZeRO-3: unused ones, too
                 model._weight_conversions = [each for each in changes if each.was_used()]
     if unpacked is not None and quantization is unpacked:
@@ -370,6 +371,19 @@ def _refuse_missing(names: Iterable[str], source: ModelOptions) -> None:
             where=f"model.name_or_path: {source.name_or_path}",
             fix="fetch the files again; model.init: random trains from random weights",
         )
+
+
+def _refuse_left_over(names: Iterable[str], model: nn.Module, source: ModelOptions) -> None:
+    """Biases of layers that the model has without: what computes is another model."""
+    layers = dict(model.named_modules())
+    for name in sorted(names):
+        layer, _, part = name.rpartition(".")
+        if part == "bias" and getattr(layers.get(layer), "weight", None) is not None:
+            raise ModelError(
+                f"its files have {name}, and {type(model).__name__} has {layer} without a bias",
+                where=f"model.name_or_path: {source.name_or_path}",
+                fix="put the model's own config.json back (model_type, attention_bias, mlp_bias)",
+            )
 
 
 def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
+from trainkit.models.attention.packable import skeleton_of
 from trainkit.models.loading import load_model
 from trainkit.models.tokenizer import check_exists, explained, load_config, load_tokenizer
 from trainkit.options import ModelOptions
@@ -108,6 +109,19 @@ def other_shape(directory):
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
 
 
+def of_config(**values):
+    def damage(directory):
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
+def twice(directory):
+    text = (directory / "config.json").read_text().rstrip().removesuffix("}")
+    (directory / "config.json").write_text(text + ', "rms_norm_eps": 1.0}')
+
+
 def only_an_adapter(directory):
     (directory / "config.json").unlink()
     (directory / "adapter_config.json").write_text("{}")
@@ -121,6 +135,9 @@ def pickled(directory):
 LONGER = b"\x02" + bytes(7) + b"{}..."
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "chat_template*")
 DAMAGES = {
+    "other type": ("single", of_config(model_type="llama"), "k_proj.bias, and LlamaForCausalLM"),
+    "a key twice": ("single", twice, "a key appears twice"),
+    "dropout": ("single", of_config(attention_dropout=5), "attention_dropout is 5"),
     "weights cut": ("single", cut("model.safetensors", -100), "was cut"),
     "weights cut early": ("single", cut("model.safetensors", 5), "was cut"),
     "weights empty": ("single", cut("model.safetensors", 0), "was cut"),
@@ -198,6 +215,14 @@ def test_a_run_directory_is_no_model(tmp_path):
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(ModelError, match=r"run directory(.|\n)*/final, or(.|\n)*trainkit merge"):
         check_exists(ModelOptions(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_key_value_heads": 0}, {"pad_token_id": 10**6}], ids=[*"kp"]
+)
+def test_sizes_that_no_model_can_be_built_of_are_for_its_loader_to_say(values, saved, tmp_path):
+    config = json.loads((saved / "single" / "config.json").read_text())
+    assert skeleton_of(AutoConfig.for_model(**config | values)) is None
 
 
 def test_a_directory_has_no_revisions(tiny_qwen2):

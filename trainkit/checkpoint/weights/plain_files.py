@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import CheckpointError
+from trainkit.places import refuse_duplicates
 
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
 _BLOB_NAME = re.compile(r"^[0-9a-f]{40,64}$")
@@ -57,14 +58,6 @@ def read_json(path: Path) -> Any:
         )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"it is not valid JSON: {error}", where=str(path)) from None
-
-
-def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook for json: of two equal keys the last would win without a word."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice")
-    return result
 
 
 def _no_constant(text: str) -> float:

@@ -117,7 +117,7 @@ def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel | None:
         )
     except (
         NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError,
-        ImportError,
+        ImportError, ArithmeticError, AssertionError,
     ):  # fmt: skip
-        return None  # its own code, a package of it, or values read while building: when loaded
+        return None  # its own code, its packages, sizes that do not fit, values: when loaded
     return model
