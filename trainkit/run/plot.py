@@ -20,7 +20,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.places import refuse_file
 from trainkit.run.directory import RunDirectory
-from trainkit.run.files import write_bytes_atomic
+from trainkit.run.files import explain_os_errors, write_bytes_atomic
 from trainkit.run.metrics import as_float, format_count, iter_metrics, read_metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
@@ -264,7 +264,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def draw_plots(run: RunDirectory, history: History | None = None) -> list[Path]:
     """Draw every curve of a run that has two points or more, and ``plots/overview.png``."""
     history = history or History.read(run.metrics)
-    run.plots.mkdir(exist_ok=True)
+    with explain_os_errors(run.plots):
+        run.plots.mkdir(exist_ok=True)
     written = [
         _save(figure, run.plots / f"{curve.name}.png") for curve, figure in _pictures(run, history)
     ]

@@ -103,6 +103,8 @@ class RunRecorder(Hook):
 
     def on_save(self, loop: LoopState) -> None:
         self._curves.refresh(has_news=True)
+        # With the rows so far: one that is killed goes on from here.
+        self._run.write_status("running", step=loop.state.global_step)
 
     def finish(self) -> None:
         if self._metrics is not None:
