@@ -220,8 +220,7 @@ def load_model(
                 model, report = load(loader)
             else:
                 model, report = load_part(_model_class(loader, config), config, load)
-            _refuse_missing(report["missing_keys"], source)
-            _refuse_left_over(report["unexpected_keys"], model, source)
+            _refuse_other_files(report, model, source)
             if changes := vars(model).get("_weight_conversions"):  # ZeRO-3: unused ones, too
                 model._weight_conversions = [each for each in changes if each.was_used()]
     if unpacked is not None and quantization is unpacked:
@@ -361,22 +360,19 @@ def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
     config.get_text_config().use_cache = value
 
 
-def _refuse_missing(names: Iterable[str], source: ModelOptions) -> None:
-    """Weights that no file holds would be random numbers."""
-    missing = sorted(names)
-    if missing:
+def _refuse_other_files(
+    report: Mapping[str, Iterable[str]], model: nn.Module, source: ModelOptions
+) -> None:
+    """Weights that no file holds would be random; biases left over are of another model."""
+    if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{len(missing)} weights of the model are in none of its files, the first is "
             f"{missing[0]}",
             where=f"model.name_or_path: {source.name_or_path}",
             fix="fetch the files again; model.init: random trains from random weights",
         )
-
-
-def _refuse_left_over(names: Iterable[str], model: nn.Module, source: ModelOptions) -> None:
-    """Biases of layers that the model has without: what computes is another model."""
     layers = dict(model.named_modules())
-    for name in sorted(names):
+    for name in sorted(report["unexpected_keys"]):
         layer, _, part = name.rpartition(".")
         if part == "bias" and getattr(layers.get(layer), "weight", None) is not None:
             raise ModelError(
