@@ -46,6 +46,13 @@ def test_a_run_reads_the_model_s_configuration_once(tiny_llama, monkeypatch):
 TYPES = sorted(tiny_classes.classes())
 
 
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_an_endless_pattern_of_a_recipe_is_tried_where_it_can_be_stopped(key):
+    lora = LoraOptions(**{key: "([a-z0-9_.]+)+,"})
+    with pytest.raises(ModelError, match=f"pattern of {key} .* takes for ever"):
+        refuse_unfit_model(QWEN2, packing=False, kernels=False, lora=lora)
+
+
 @pytest.mark.sample("gpt2", "llama", "musicgen", "qwen3_next")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeypatch, capsys):
