@@ -1,15 +1,21 @@
 """Adapters merged into plain weights do what base and adapter do."""
 
+import itertools
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import make_adapter, make_qwen2
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import SIZES, make_adapter, make_qwen2
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
 from trainkit.checkpoint.weights.adapter import read_adapter
@@ -240,6 +246,30 @@ def test_a_configuration_that_is_not_that_of_the_weights(base, tmp_path, change,
     with pytest.raises(CheckpointError, match=word):
         merge(adapter, base, tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_adapters_of_each_expert_by_itself_are_of_the_stack(tmp_path, tiny_tokenizer):
+    """As peft wrote them over models whose experts were layers."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    config = Qwen3MoeConfig(vocab_size=len(tiny_tokenizer), **SIZES, **sizes)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    tiny_tokenizer.save_pretrained(tmp_path / "base")
+    hidden, tensors = config.hidden_size, {}
+    for layer, expert in itertools.product(range(config.num_hidden_layers), range(4)):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            ins, outs = (16, hidden) if name == "down_proj" else (hidden, 16)
+            place = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+            tensors[f"{place}.lora_A.weight"] = 0.1 * torch.randn(2, ins)
+            tensors[f"{place}.lora_B.weight"] = 0.1 * torch.randn(outs, 2)
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    given = LoraConfig(r=2, target_modules=targets, base_model_name_or_path=str(tmp_path / "base"))
+    given.save_pretrained(tmp_path / "a")
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    merge(tmp_path / "a", tmp_path / "base", tmp_path / "m")
+    del tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"]
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError):
+        merge(tmp_path / "a", tmp_path / "base", tmp_path / "less")
 
 
 def test_adapter_with_a_missing_half_or_nan(base, tmp_path):

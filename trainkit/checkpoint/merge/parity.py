@@ -161,8 +161,13 @@ def refuse_strangers(wrapped: Any, adapter: Path) -> None:
     """Peft leaves out what finds no place, and says so in a warning at most."""
     from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
+    from peft.utils import transformers_weight_conversion as conversion
 
-    held = load_peft_weights(str(adapter), device="cpu").keys()
+    weights = load_peft_weights(str(adapter), device="cpu")
+    # Adapters of each expert by itself become one of the stack that transformers has.
+    held = conversion.convert_peft_adapter_state_dict_for_transformers(
+        wrapped, wrapped.peft_config["default"], weights
+    )
     placed = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
     ours, theirs = ({each for each in names if OWN_PART.search(each)} for names in (held, placed))
     if strangers := sorted(ours ^ theirs):
