@@ -62,9 +62,10 @@ _WEBHOOK = re.compile(
     r"|open\.(?:feishu|larksuite)\.(?:cn|com)/open-apis/bot/v2/hook/)[^\s\"'<>]+"
 )
 _HEADER = re.compile(
-    rf"(?i)(?P<before>\b(?:proxy-)?authorization{_QUOTE}?[ \t]*[:=][ \t]*{_QUOTE}?"
+    rf"(?i)(?P<before>(?:\b|(?<=\\[nrt]))(?:(?:proxy-)?authorization{_QUOTE}?"
+    rf"[ \t]*[:=][ \t]*{_QUOTE}?"
     r"(?:basic|bearer|token|digest|apikey|negotiate|aws4-hmac-sha256)[ \t]+"
-    rf"|\b(?:set-)?cookie{_QUOTE}?:[ \t]*{_QUOTE}?)[^\r\n\"'&\\]{{3,}}"
+    rf"|(?:set-)?cookie{_QUOTE}?:[ \t]*{_QUOTE}?))[^\r\n\"'&\\]{{3,}}"
 )
 _SCHEME = re.compile(
     r"(?P<before>\b(?:[Bb]earer|BEARER) )[\w.~+/=\-]{16,}"

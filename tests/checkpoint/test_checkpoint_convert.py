@@ -16,6 +16,8 @@ from trainkit.checkpoint.convert import glm_formats, layers, rope
 from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 from trainkit.checkpoint.convert.glm_formats import FORMATS
 from trainkit.checkpoint.convert.proof import prove_same_function
+from trainkit.checkpoint.weights.reader import TensorInfo
+from trainkit.checkpoint.weights.writer import write_tensors
 from trainkit.checkpoint.whole.atomic import verify_directory
 from trainkit.errors import CheckpointError
 
@@ -267,3 +269,13 @@ def test_full_disk_leaves_nothing(glm_directory, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "coming", [[], [("a", torch.ones(3))], [("b", torch.ones(2))]], ids=["none", "shape", "name"]
+)
+def test_only_what_was_planned_is_written(coming, tmp_path):
+    plan = [TensorInfo("a", torch.float32, (2,))]
+    with pytest.raises(CheckpointError, match="planned TensorInfo"):
+        write_tensors(tmp_path, plan, coming, max_shard_bytes=100)
+    assert not list(tmp_path.iterdir())
