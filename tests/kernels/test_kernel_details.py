@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit import kernels
 from trainkit.kernels import interpreter, launch
@@ -204,9 +205,10 @@ def test_the_short_launch_needs_what_was_compiled_for(monkeypatch):
     kernel = launch.Kernel(jitted)
     storage = torch.empty(256, dtype=BF16)
 
-    def go(pointer=storage, stride=64, free=3, constants=(1,)):
+    def go(pointer=storage, stride=64, free=3, constants=(1,), tile=()):
         before = jitted.slow, jitted.fast
-        kernel.launch(1, (pointer,), (stride,), (free,), constants, 4)
+        tiles = [TensorDescriptor.from_tensor(storage.view(16, 16), tile)] if tile else ()
+        kernel.launch(1, (pointer,), (stride,), (free,), constants, 4, descriptors=tiles)
         return (jitted.slow - before[0], jitted.fast - before[1])
 
     assert go() == (1, 0)
@@ -217,6 +219,7 @@ def test_the_short_launch_needs_what_was_compiled_for(monkeypatch):
     assert go(free=2**31) == (1, 0)
     assert go(constants=(2,)) == (1, 0)
     assert go(pointer=storage.float()) == (1, 0)
+    assert [go(tile=[16, n]) for n in (16, 16, 8)] == [(1, 0), (0, 1), (1, 0)]
     assert go() == (0, 1)
     current = 0
     assert go() == (1, 0)  # the tensor's device is not the current one

@@ -225,8 +225,9 @@ class KernelFunction(torch.autograd.Function):
 class Kernel:
     """A jitted kernel with a short way to launch it.
 
-    Its parameters must come in this order: pointers, integers that Triton may specialise (strides),
-    free numbers that it must not (named in ``do_not_specialize``; the largest first), constexprs.
+    Its parameters must come in this order: descriptors, pointers, integers that Triton may
+    specialise (strides), free numbers that it must not (named in ``do_not_specialize``; the largest
+    first), constexprs.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -243,6 +244,7 @@ class Kernel:
         num_warps: int,
         num_stages: int = 1,
         products: int = 0,
+        descriptors: Sequence[Any] = (),
     ) -> None:
         """Launch on the tensors' device, on its current stream.
 
@@ -255,19 +257,23 @@ class Kernel:
             num_warps: warps of a program.
             num_stages: depth of software pipelining.
             products: how often it multiplies and adds in products of matrices.
+            descriptors: of tensors that are read or written tile by tile.
         """
         if not launches(2.0 * products):
-            arguments = (*map(_dtype, pointers), *strides, *free, *constants)
+            arguments = (*descriptors, *map(_dtype, pointers), *strides, *free, *constants)
             ahead.note(self.jitted, arguments, {"num_warps": num_warps, "num_stages": num_stages})
             return
         if torch.compiler.is_compiling() or INTERPRETING:
             self.jitted[programs,](
-                *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages
-            )
+                *descriptors, *pointers, *strides, *free, *constants,
+                num_warps=num_warps, num_stages=num_stages,
+            )  # fmt: skip
             return
         device = pointers[0].get_device()
         addresses = [*map(_address, pointers)]
         key = (constants, num_warps, num_stages, device, *map(_dtype, pointers))
+        if descriptors:
+            key += tuple((each.base.dtype, *each.block_shape) for each in descriptors)
         ready = self._ready.get(key)
         # Triton specialises pointers and strides on divisibility by 16, integers on their width.
         mixed = 0
@@ -281,6 +287,7 @@ class Kernel:
             ahead.wait_for(self.jitted)
             with torch.cuda.device(device):
                 compiled = self.jitted[programs,](
+                    *descriptors,
                     *pointers,
                     *strides,
                     *free,
@@ -296,5 +303,5 @@ class Kernel:
         # Addresses, because Triton would look every tensor's address up in the driver.
         run(
             programs, 1, 1, stream, function, metadata, None, None, None,
-            *addresses, *strides, *free, *constants,
+            *descriptors, *addresses, *strides, *free, *constants,
         )  # fmt: skip

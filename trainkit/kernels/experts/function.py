@@ -240,16 +240,32 @@ def _plain(
     return checkpoint(run, x, use_reentrant=False) if again else run(x)
 
 
+def _is_turned(a: Tensor | None) -> bool:
+    """Whether the experts' number is fastest in a (E, R, N)."""
+    return a is not None and a.permute(2, 1, 0).is_contiguous()
+
+
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
     """(E, R, width) in the products' dtype, zero beyond the adapter's own rank."""
     if not rank:
         return None
+    if a is not None and _is_turned(a):
+        return kernel.turn(a.permute(2, 1, 0), rank, like.dtype)
     if a is not None and a.shape[1] == rank:
         return a.to(like.dtype, memory_format=torch.contiguous_format).contiguous()
     padded = like.new_zeros((num, rank, width))
     if a is not None:
         padded[:, : a.shape[1]] = a
     return padded
+
+
+def _gradient(
+    left: Tensor, right: Tensor, way: Any, like: tuple[int, torch.dtype, bool], **options: Any
+) -> Tensor:
+    """Of a factor (E, R, N): as it lies, for no other order is taken without a copy."""
+    rank, dtype, turned = like
+    found = kernel.gram(left, right, way, **options)
+    return kernel.turn(found, rank, dtype).permute(2, 1, 0) if turned else found[:, :rank].to(dtype)
 
 
 class _Experts(KernelFunction):
@@ -281,6 +297,10 @@ class _Experts(KernelFunction):
         rank = pad_rank(max(ranks)) if any(ranks) else 0
         b1 = None if gate_up_b is None else gate_up_b.transpose(1, 2)
         b2 = None if down_b is None else down_b.transpose(1, 2)
+        ctx.likes = [
+            None if a is None else (a.shape[1], a.dtype, _is_turned(a))
+            for a in (gate_up_a, b1, down_a, b2)
+        ]
 
         def factor(a: Tensor | None, size: int) -> Tensor | None:
             return _factor(a, x, rank, num_experts, size)
@@ -298,11 +318,8 @@ class _Experts(KernelFunction):
         y = grouped_product(h, down, way, transposed=not transposed, low_rank=(h_low, b2))
         del h
         ctx.save_for_backward(x, scale, *stored, u, low, h_low, a1, b1, a2, b2, bias, *way[:-1])
-        ctx.top_k, ctx.ranks, ctx.scaling = way.top_k, ranks, scaling
+        ctx.top_k, ctx.scaling = way.top_k, scaling
         ctx.gate, ctx.transposed = gate, transposed
-        ctx.dtypes = [
-            None if a is None else a.dtype for a in (gate_up_a, gate_up_b, down_a, down_b)
-        ]
         return kernel.combine(y, way, scale, x.shape[0])
 
     @staticmethod
@@ -334,19 +351,18 @@ class _Experts(KernelFunction):
         grads: list[Tensor | None] = [None] * 4
         if low is not None and h_low is not None and du_low is not None and dh_low is not None:
             if wants[0]:
-                grads[0] = kernel.gram(du_low, x, way, gathered=True)[:, : ctx.ranks[0]]
+                grads[0] = _gradient(du_low, x, way, ctx.likes[0], gathered=True)
             if wants[1]:
-                grads[1] = kernel.gram(low, du, way)[:, : ctx.ranks[0]].transpose(1, 2)
+                grads[1] = _gradient(low, du, way, ctx.likes[1]).transpose(1, 2)
             if wants[2]:
-                grads[2] = kernel.gram(dh_low, h, way)[:, : ctx.ranks[1]]
+                grads[2] = _gradient(dh_low, h, way, ctx.likes[2])
             if wants[3]:
-                db = kernel.gram(h_low, dy_rows, way, scale=scale)
-                grads[3] = db[:, : ctx.ranks[1]].transpose(1, 2)
+                db = _gradient(h_low, dy_rows, way, ctx.likes[3], scale=scale)
+                grads[3] = db.transpose(1, 2)
         del h, dy_rows, down
         dbias = None
         if wants[4]:
             dbias = kernel.gram(du.new_ones((du.shape[0], 16)), du, way)[:, 0].to(bias.dtype)
-        grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         dx = None
         if wants_x:
             gate_up = _unpacked(stored[0], ctx.unpacks[0], x.dtype)

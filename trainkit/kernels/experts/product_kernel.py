@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit.kernels.experts.route_kernel import ROWS, Route
-from trainkit.kernels.launch import INTERPRETING, num_multiprocessors, run_jitted, shared_bytes
+from trainkit.kernels.launch import INTERPRETING, Kernel, num_multiprocessors, shared_bytes
 from trainkit.kernels.lora.products import precision
 
 _LARGE_SHARED = 200 * 1024
@@ -109,38 +109,29 @@ def grouped_product(
     w_block = [block_cols, block_depth] if transposed else [block_depth, block_cols]
     x_desc = TensorDescriptor.from_tensor(x, [block_rows, block_depth])
     w_desc = TensorDescriptor.from_tensor(w, w_block)
+    y_desc = TensorDescriptor.from_tensor(y, [block_rows, block_cols // 2])
     left_desc, right_desc = x_desc, w_desc
     if left is not None and right is not None:
         left_desc = TensorDescriptor.from_tensor(left, [block_rows, rank])
         right_desc = TensorDescriptor.from_tensor(right.view(-1, cols), [rank, block_cols])
-    run_jitted(
-        _grouped,
-        (programs,),
-        x,
-        x_desc,
-        w_desc,
-        TensorDescriptor.from_tensor(y, [block_rows, block_cols // 2]),
-        left_desc,
-        right_desc,
-        y,
-        route.ends,
-        route.tile_expert,
-        route.tile_row,
-        route.num_tiles,
-        cols,
-        depth,
-        block_rows,
-        block_cols,
-        block_depth,
-        rank,
-        transposed,
+    GROUPED.launch(
         programs,
-        precision(x.dtype),
-        num_warps=8,
-        num_stages=3,
-        flops=2.0 * rows * depth * cols,
+        (y, route.ends, route.tile_expert, route.tile_row, route.num_tiles),
+        (),
+        (),
+        (
+            *(cols, depth, block_rows, block_cols, block_depth),
+            *(rank, transposed, programs, precision(x.dtype)),
+        ),
+        8,
+        3,
+        products=rows * depth * cols,
+        descriptors=(x_desc, w_desc, y_desc, left_desc, right_desc),
     )
     return y
+
+
+GROUPED = Kernel(_grouped)
 
 
 @triton.jit
@@ -190,6 +181,9 @@ def _outer(
         )
 
 
+OUTER = Kernel(_outer)
+
+
 def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
     """For each expert its rows of a (S, M), transposed, times its rows of b (S, N): (E, M, N)."""
     num_experts = route.ends.shape[0]
@@ -199,26 +193,18 @@ def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
     block_m = 64 if INTERPRETING else 128
     block_n, depth = _block(a)
     programs = num_multiprocessors(a)
-    run_jitted(
-        _outer,
-        (programs,),
-        a,
-        TensorDescriptor.from_tensor(a, [depth, block_m]),
-        TensorDescriptor.from_tensor(b, [depth, block_n]),
-        a,
-        b,
-        out,
-        route.ends,
-        a.shape[1],
-        b.shape[1],
-        num_experts,
-        block_m,
-        block_n,
-        depth,
+    OUTER.launch(
         programs,
-        precision(a.dtype),
-        num_warps=8,
-        num_stages=3,
-        flops=2.0 * a.shape[0] * a.shape[1] * b.shape[1],
+        (a, b, out, route.ends),
+        (a.shape[1], b.shape[1]),
+        (),
+        (num_experts, block_m, block_n, depth, programs, precision(a.dtype)),
+        8,
+        3,
+        products=a.shape[0] * a.shape[1] * b.shape[1],
+        descriptors=(
+            TensorDescriptor.from_tensor(a, [depth, block_m]),
+            TensorDescriptor.from_tensor(b, [depth, block_n]),
+        ),
     )
     return out
