@@ -32,7 +32,7 @@ from trainkit.bench.rows import MODES, PACKED, PAIRS, base_of, folder_of, mean_t
 from trainkit.processes import module_command
 
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""As peft is told to adapt them."""
+"""As peft is told to adapt them; Unsloth by their last words."""
 
 _LOSS = re.compile(r"\bloss'?:?\s+'?(\d[\d.e+-]*)")
 _STEP_OF_TRAINER = re.compile(r"^\{.*'loss':")
@@ -169,12 +169,17 @@ def _trl(work: Work, output: Path, more: Sequence[str] = ()) -> list[str]:
 
 
 def _unsloth(work: Work, output: Path) -> list[str]:
+    experts = _EXPERTS if work.has_experts else ()
     about = {
         "base": str(work.base),
         "rows": str(work.rows / "rows.jsonl"),
         "max_length": work.shape.length,
         "in_4bit": work.mode == "qlora",
-        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": work.targets},
+        "lora": {
+            "r": LORA_RANK,
+            "lora_alpha": LORA_ALPHA,
+            "target_modules": [*work.targets, *(each.rpartition(".")[2] for each in experts)],
+        },
         # It recomputes by itself where it is told to.
         "settings": _of_trainer(work, output) | {"gradient_checkpointing": False},
     }
