@@ -10,7 +10,7 @@ import pytest
 from tiny import make_qwen2, make_tokenizer
 
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, read_manifest
-from trainkit.errors import RecipeError, TrainkitError
+from trainkit.errors import RecipeError, RunDirectoryError, TrainkitError
 from trainkit.estimate.shape import find_config
 from trainkit.infer.locate import find_model
 from trainkit.lora.adapter import load_adapter
@@ -135,3 +135,14 @@ def test_a_name_is_a_path_or_the_hubs_by_one_rule(tmp_path, monkeypatch):
     assert local_path("Qwen/here") == Path("Qwen/here")
     with suppress(RecipeError):
         assert local_path("x" * 5000) is None
+
+
+@pytest.mark.parametrize("name", ["final", "plots", "logs"])
+def test_what_is_in_place_of_a_runs_directory_is_named(name, tmp_path):
+    """A run would hang at its end, when it is replaced."""
+    run = RunDirectory.create(tmp_path)
+    shutil.rmtree(run.root / name, ignore_errors=True)
+    a_pipe(run.root / name)
+    with pytest.raises(RunDirectoryError, match="where a directory") as error:
+        RunDirectory.open(run.root)
+    assert error.value.where == str(run.root / name)

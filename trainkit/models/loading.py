@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AqlmConfig,
@@ -363,7 +364,10 @@ def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
 def _refuse_other_files(
     report: Mapping[str, Iterable[str]], model: nn.Module, source: ModelOptions
 ) -> None:
-    """Weights that no file holds would be random; biases left over are of another model."""
+    """Weights that no file holds would be random; biases left over are of another model.
+
+    But for biases of zeros, which some converters write.
+    """
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{len(missing)} weights of the model are in none of its files, the first is "
@@ -374,12 +378,24 @@ def _refuse_other_files(
     layers = dict(model.named_modules())
     for name in sorted(report["unexpected_keys"]):
         layer, _, part = name.rpartition(".")
-        if part == "bias" and getattr(layers.get(layer), "weight", None) is not None:
+        is_bias = part == "bias" and getattr(layers.get(layer), "weight", None) is not None
+        if is_bias and not _holds_zeros(name, source, model):
             raise ModelError(
                 f"its files have {name}, and {type(model).__name__} has {layer} without a bias",
                 where=f"model.name_or_path: {source.name_or_path}",
                 fix="put the model's own config.json back (model_type, attention_bias, mlp_bias)",
             )
+
+
+def _holds_zeros(name: str, source: ModelOptions, model: Any) -> bool:
+    from trainkit.models.skeleton import directory_of
+
+    folder = directory_of(from_pretrained_arguments(source)[0], model)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            if name in stored.keys():  # noqa: SIM118
+                return not stored.get_tensor(name).any()
+    return False
 
 
 def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | None:

@@ -40,7 +40,7 @@ def skeleton(
         return None  # without a buffer nothing would say where the model computes
     if any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)):
         return None
-    files = WeightFiles.of(model, _directory(source_path, model))
+    files = WeightFiles.of(model, directory_of(source_path, model))
     if files is None:
         return None
     for module, owner in in_order(model, model):
@@ -54,7 +54,8 @@ def skeleton(
     return made
 
 
-def _directory(source_path: str, model: PreTrainedModel) -> Path:
+def directory_of(source_path: str, model: PreTrainedModel) -> Path:
+    """Where a loaded model's files are, its own directory or the hub's cache."""
     if Path(source_path).is_dir():
         return Path(source_path)
     revision = getattr(model.config, "_commit_hash", None)

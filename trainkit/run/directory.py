@@ -143,7 +143,15 @@ class RunDirectory:
                 where=str(path),
                 fix="give the directory that `trainkit sft` printed as its last line",
             )
-        return cls(regular_files(root.resolve(), RunDirectoryError))
+        run = cls(regular_files(root.resolve(), RunDirectoryError))
+        for each in (run.final, run.plots, run.logs):
+            if each.exists() and not each.is_dir():
+                raise RunDirectoryError(
+                    "a file, or a pipe, is where a directory of the run belongs",
+                    where=str(each),
+                    fix="move it away",
+                )
+        return run
 
     @classmethod
     def adopt(cls, path: Path | str) -> RunDirectory:

@@ -122,6 +122,24 @@ def twice(directory):
     (directory / "config.json").write_text(text + ', "rms_norm_eps": 1.0}')
 
 
+def as_llama(bias):
+    """Whose layers have no bias; its files have."""
+
+    def damage(directory):
+        of_config(model_type="llama")(directory)
+        stored = load_file(directory / "model.safetensors")
+        for name in stored:
+            if name.endswith("bias"):
+                stored[name].fill_(bias)
+        save_file(stored, directory / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def test_biases_of_zeros_may_be_left_over(load):
+    assert type(load("single", as_llama(0.0))).__name__ == "LlamaForCausalLM"
+
+
 def only_an_adapter(directory):
     (directory / "config.json").unlink()
     (directory / "adapter_config.json").write_text("{}")
@@ -135,7 +153,7 @@ def pickled(directory):
 LONGER = b"\x02" + bytes(7) + b"{}..."
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "chat_template*")
 DAMAGES = {
-    "other type": ("single", of_config(model_type="llama"), "k_proj.bias, and LlamaForCausalLM"),
+    "other type": ("single", as_llama(0.5), "k_proj.bias, and LlamaForCausalLM"),
     "a key twice": ("single", twice, "a key appears twice"),
     "dropout": ("single", of_config(attention_dropout=5), "attention_dropout is 5"),
     "weights cut": ("single", cut("model.safetensors", -100), "was cut"),
