@@ -370,6 +370,21 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, says):
         translate(file)
 
 
+def test_keys_behind_a_file_are_over_it(tmp_path):
+    values = {"model_name_or_path": "m", "template": "default", "finetuning_type": "full"}
+    written(tmp_path, {**values, "dataset": "mine", "learning_rate": 1e-4})
+    file = tmp_path / "run.sh"
+    file.write_text("llamafactory-cli train theirs.yaml learning_rate=3e-5 cutoff_len=99")
+    recipe = recipe_of(tmp_path, translate(file, lossy=True).text)
+    assert (recipe.training["learning_rate"], recipe.data.max_length) == (3e-5, 99)
+
+
+def test_a_patch_of_a_trainer_is_none(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.replace("trainer = SFT", "PatchDPOTrainer()\ntrainer = SFT"))
+    assert recipe_of(tmp_path, translate(file).text).objective == "sft"
+
+
 def test_with_lossy_what_is_lost_leads(tmp_path, capsys):
     values = {
         "base_model": "m",

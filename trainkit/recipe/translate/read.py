@@ -86,21 +86,30 @@ def _command(path: Path, text: str) -> Theirs:
 
 
 def _commands(path: Path, text: str) -> Iterator[Theirs]:
-    variables: dict[str, str] = {}
+    unsure = _unsure("\n".join(_lines(text)))
+    variables = {name: f"${name}" for name in unsure}
     for line in _lines(text):
         try:
             tokens = shlex.split(_filled(re.sub(_COMMENT, r"\1", line), variables))
         except ValueError as error:
             raise RecipeError(f"not a command line: {error}", where=str(path)) from error
-        while tokens and re.fullmatch(r"(export|\w+=.*)", tokens[0], re.S):
+        while tokens and re.fullmatch(r"(export|\w+\+?=.*)", tokens[0], re.S):
             name, equals, value = tokens.pop(0).partition("=")
-            if equals and "$(" not in value:
+            if equals and "$(" not in value and name not in unsure:
                 variables[name] = value
         program, launcher, rest = _program(tokens)
         if program or (rest and any(token.startswith("--") for token in rest)):
             found = _with_file(path, program, launcher, rest)
             found.launcher["env"] = {**variables}
             yield found
+
+
+def _unsure(text: str) -> set[str]:
+    """Variables that only running it sets: in a branch or a loop, or added to."""
+    blocks = r"^\s*(?:if|for|while|until|case)\b.*?\b(?:fi|done|esac)\b|(?:&&|\|\|).*?$|^[ \t].*?$"
+    inside = " ".join(re.findall(blocks, text, re.S | re.M))
+    named = re.findall(r"(?<![\w-])(\w+)\+?=|\bfor\s+(\w+)", inside)
+    return {*re.findall(r"(?<![\w-])(\w+)\+=", text), *(a or b for a, b in named)}
 
 
 def _lines(text: str) -> list[str]:
@@ -136,7 +145,7 @@ def _program(tokens: list[str]) -> tuple[str, list[str], list[str]]:
             own = name if token.startswith("http") else token
             return own, tokens[:place], tokens[place + 1 :]
     module = tokens.index("-m") if "-m" in tokens[:-1] else None
-    if module is not None and tokens[0].startswith("python"):
+    if module is not None and tokens[0].rpartition("/")[2] in _RUNNERS:
         return tokens[module + 1], tokens[:module], tokens[module + 2 :]
     return "", [], tokens if tokens and tokens[0].startswith("--") else []
 
@@ -174,8 +183,14 @@ def _options(tokens: list[str], path: Path) -> tuple[dict[str, Any], dict[str, s
             key = name.replace("-", "_")
             values[key] = _scalar(value, path) if equals else True
             key = None if equals else key
+        elif key is None and (found := re.fullmatch(r"([a-z][\w.]*)=(.*)", token, re.S)):
+            values[found[1]] = _scalar(found[2], path)  # behind LLaMA-Factory's file
         elif token in (">", ">>", "2>&1", "|", "&", "&&", ";"):
             break
+        elif re.match(r"\$\{?[@*]", token):
+            continue  # what the file itself is started with
+        elif token.startswith("$") and (key is None or values[key] is not True):
+            unclear["options"] = token
         elif key is not None:
             value = _scalar(token, path)
             held = values[key]

@@ -26,13 +26,15 @@ _JINJA = jinja2.Environment(undefined=jinja2.ChainableUndefined, extensions=["ji
 _JINJA.tests["none"] = lambda value: value is None or isinstance(value, jinja2.Undefined)
 
 
-def _whole(value: Any, default: int = 0) -> int:
+@jinja2.pass_context
+def _whole(names: jinja2.runtime.Context, value: Any, default: int = 0) -> int:
     """Jinja's ``int``, which takes any word for 0."""
     if isinstance(value, str) and not re.fullmatch(
         r"\s*([-+]?[\d_.]*\d([eE][-+]?\d+)?)?\s*", value
     ):
+        keys = "".join(f"{key}: " for key, each in names["given"].items() if each == value)
         raise RecipeError(
-            f"'{value}' is given where a whole number is meant", fix="correct it there"
+            f"{keys}'{value}' is given where a whole number is meant", fix="correct it there"
         )
     return jinja2.filters.do_int(value, default)
 

@@ -131,7 +131,7 @@ def _imports(tree: ast.AST) -> set[str]:
 def _refuse_kind(path: Path, calls: list[str]) -> str:
     """Refuse another kind of training; the name of a trainer of ours that is not `SFTTrainer`."""
     kinds = table("kinds")
-    trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
+    trainers = [n.rpartition(".")[2] for n in calls if n.endswith("Trainer") and "Patch" not in n]
     used = " ".join(dict.fromkeys(f"{name}(" for name in calls))
     found = [
         (kind, match[0])
@@ -356,7 +356,7 @@ class Script:
             return Thing("collator", {"resize": "min", **words})
         if name == "train_on_responses_only":
             return self._responses_only(args[0] if args else words.get("trainer"), words)
-        if name.endswith("Trainer"):
+        if name.endswith("Trainer") and "Patch" not in name:
             for key in [k for k in node.keywords if k.arg == "formatting_func"]:
                 made, rows = self._rows_made(key.value), words.get("train_dataset")
                 if isinstance(rows, Thing):
