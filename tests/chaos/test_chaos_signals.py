@@ -114,6 +114,14 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     assert newest_valid(run).path is not None
 
 
+def test_a_rank_that_hears_of_it_from_another_says_why(monkeypatch):
+    """Each looks once a second: whoever writes the status may not have seen it yet."""
+    monkeypatch.setattr(signals._watcher, "launcher", -1)
+    assert signals.StopRequest(agreed=signal.SIGTERM).why == "the launcher was killed"
+    stop = signals.StopRequest(number=signal.SIGINT, agreed=signal.SIGINT)
+    assert stop.why == "stopped by SIGINT"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=by_name)
 def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project, number):
     said = project.sft("r.yaml", "--output-dir", "run", stop_at=0, number=number)

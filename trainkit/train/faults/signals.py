@@ -58,6 +58,8 @@ class StopRequest:
 
     @property
     def why(self) -> str:
+        if not self.number and _watcher.has_lost_its_launcher():  # another rank has seen it first
+            return _LAUNCHER_KILLED
         return self.reason or f"stopped by {signal.Signals(self.agreed or self.number).name}"
 
 
@@ -72,7 +74,11 @@ class _Watcher:
         self.is_ending = False
         self.held: list[int] | None = None
         self.is_orphan = False
+        self.launcher: int | None = None
         self._asked_at = 0.0
+
+    def has_lost_its_launcher(self) -> bool:
+        return self.launcher is not None and os.getppid() != self.launcher
 
     def handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -104,15 +110,12 @@ class _Watcher:
         And stop one whose launcher was killed: nobody else tells it, and it would wait for ranks
         that cannot meet any more.
         """
-        is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-        launcher = int(os.environ.get(LAUNCHER) or os.getppid()) if is_rank else None
         while not _ended.is_set():
             if select.select([numbers], [], [], 1.0)[0]:
                 for number in os.read(numbers, 1):
                     if number in WATCHED and self.stop is None:
                         threading.Timer(_PATIENCE_SECONDS, self._give_up, [number]).start()
-            if launcher is not None and os.getppid() != launcher and not _ended.is_set():
-                launcher = None
+            if not self.is_orphan and self.has_lost_its_launcher() and not _ended.is_set():
                 self.is_orphan = True
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -145,6 +148,8 @@ def watching_signals() -> Iterator[None]:
     os.set_blocking(writer, False)
     _ended.clear()
     _watcher.is_ending = _watcher.is_orphan = False
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+    _watcher.launcher = int(os.environ.get(LAUNCHER) or os.getppid()) if is_rank else None
     threading.Thread(target=_watcher.give_up_if_stuck, args=[reader], daemon=True).start()
     before = {number: signal.signal(number, _watcher.handle) for number in acted_on()}
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
