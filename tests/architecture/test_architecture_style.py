@@ -35,10 +35,10 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 62_262, "words": 9_780},
-    "tests": {"code": 43_574},
-    "scripts": {"code": 1_000},
-    "benchmarks": {"code": 3_107},
+    "trainkit": {"files": 380, "code": 62_490, "words": 9_813},
+    "tests": {"code": 43_651},
+    "scripts": {"code": 739},
+    "benchmarks": {"code": 3_093},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -198,7 +198,8 @@ def test_resized_vocabulary(tmp_path, options):
     [
         (5, "rank_pattern: 5 is not an object of numbers by name"),
         (["q_proj"], "is not an object of numbers by name"),
-        ({"(": 3}, "patterns are damaged"),
+        ({"(": 3}, "is no regular expression"),
+        ({"(?i)q_proj": 3}, "patterns are damaged"),
     ],
 )
 def test_patterns_that_are_none(tmp_path, patterns, said):

@@ -56,6 +56,7 @@ def wider(model):
 
 def glm(model):
     sizes = {**SIZES, "vocab_size": model.config.vocab_size, "head_dim": 16, "pad_token_id": 0}
+    sizes["eos_token_id"] = 1
     return GlmForCausalLM(GlmConfig(**sizes))
 
 
