@@ -403,6 +403,20 @@ def test_with_lossy_what_is_lost_leads(tmp_path, capsys):
     assert load_recipe(target).recipe.model.name_or_path == "m"
 
 
+@pytest.mark.parametrize("follows", ["--learning_rate 1e-3", ""])
+def test_a_comment_between_the_lines_of_a_command_ends_it(follows, tmp_path):
+    """What follows is a command of its own to a shell; nothing need follow."""
+    file = tmp_path / "run.sh"
+    file.write_text(
+        f"trl sft --model_name_or_path m \\\n  --dataset_name d \\\n  # its rate\n{follows}\n"
+    )
+    if follows:
+        with pytest.raises(RecipeError, match="a comment between the lines"):
+            translate(file)
+    else:
+        translate(file)
+
+
 def test_the_command_prints_the_lines(tmp_path, capsys):
     values = {"base_model": "m", "learning_rate": 1e-5, "wandb_entity": "e", "hub_token": "hf_x"}
     values["datasets"] = [{"path": "a/b", "type": "alpaca"}]

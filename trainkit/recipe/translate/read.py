@@ -86,6 +86,12 @@ def _command(path: Path, text: str) -> Theirs:
 
 
 def _commands(path: Path, text: str) -> Iterator[Theirs]:
+    if re.search(r"\\[ \t]*\n([ \t]*#.*\n)+[ \t]*--?\w", text):
+        raise RecipeError(
+            "a comment between the lines of a command ends it: what follows is not given to it",
+            where=str(path),
+            fix="put the comment above the command",
+        )
     unsure = _unsure("\n".join(_lines(text)))
     variables = {name: f"${name}" for name in unsure}
     for line in _lines(text):
@@ -174,8 +180,7 @@ def beside(path: Path, name: str) -> Path | None:
 
 
 def _options(tokens: list[str], path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    values: dict[str, Any] = {}
-    unclear: dict[str, str] = {}
+    values, unclear = dict[str, Any](), dict[str, str]()
     key = None
     for token in tokens:
         if re.match(r"--?[a-zA-Z]", token):
@@ -192,11 +197,9 @@ def _options(tokens: list[str], path: Path) -> tuple[dict[str, Any], dict[str, s
         elif token.startswith("$") and (key is None or values[key] is not True):
             unclear["options"] = token
         elif key is not None:
-            value = _scalar(token, path)
-            held = values[key]
-            values[key] = (
-                value if held is True else [*(held if isinstance(held, list) else [held]), value]
-            )
+            held = [] if values[key] is True else values[key]
+            held = [*(held if isinstance(held, list) else [held]), _scalar(token, path)]
+            values[key] = held if len(held) > 1 else held[0]
     for name in [key for key, value in values.items() if "$" in str(value)]:
         unclear[name] = str(values.pop(name))
     return values, unclear
