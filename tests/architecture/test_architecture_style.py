@@ -35,7 +35,7 @@ def test_files_and_functions_stay_short():
 
 
 BUDGET = {
-    "trainkit": {"files": 380, "code": 62_493, "words": 9_813},
+    "trainkit": {"files": 380, "code": 62_491, "words": 9_812},
     "tests": {"code": 43_662},
     "scripts": {"code": 739},
     "benchmarks": {"code": 3_093},

@@ -195,7 +195,7 @@ def main(arch: int, every: bool, seen: dict[object, int]) -> None:
         options = {"num_warps": num_warps, "num_stages": num_stages}
         compile_once(self.jitted, given, names[-len(constants) :], looked_at, **options)
 
-    def record_jitted(jitted, grid, on, *arguments, flops=0.0, **options):
+    def record_jitted(jitted, grid, on, *arguments, **options):
         names = jitted.arg_names
         constants = {name: options.pop(name) for name in names if name in options}
         given = dict(zip(names, arguments, strict=False)) | constants

@@ -69,11 +69,10 @@ def run_jitted(
     grid: tuple[int, ...],
     on: Tensor,
     *arguments: Any,
-    flops: float = 0.0,
     **options: Any,
 ) -> None:
     """Launch a kernel by Triton's own way on a tensor's device, where kernels run at all."""
-    if not launches(flops):
+    if not launches():
         ahead.note(jitted, arguments, options)
         return
     if not torch.compiler.is_compiling():

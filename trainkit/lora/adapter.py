@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import check_scaling, read_by_peft
-from trainkit.checkpoint.weights.plain_files import refuse_duplicates
 from trainkit.errors import CheckpointError, RecipeError
 from trainkit.evaluation_mode import changed
 from trainkit.lora.initial import start_from_base
@@ -39,7 +38,7 @@ from trainkit.models.swap import subclass_of
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
 from trainkit.patterns import ends_in, refuse_endless
-from trainkit.places import regular_files
+from trainkit.places import refuse_duplicates, regular_files
 
 _UNMATCHED = r"The following \w+_pattern keys did not match"
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}

@@ -6,7 +6,7 @@ The device that a command line names.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -364,10 +364,7 @@ def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
 def _refuse_other_files(
     report: Mapping[str, Iterable[str]], model: nn.Module, source: ModelOptions
 ) -> None:
-    """Weights that no file holds would be random; biases left over are of another model.
-
-    But for biases of zeros, which some converters write.
-    """
+    """Weights in no file would be random; biases left over are of another model, or zeros."""
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{len(missing)} weights of the model are in none of its files, the first is "
@@ -375,27 +372,28 @@ def _refuse_other_files(
             where=f"model.name_or_path: {source.name_or_path}",
             fix="fetch the files again; model.init: random trains from random weights",
         )
-    layers = dict(model.named_modules())
-    for name in sorted(report["unexpected_keys"]):
-        layer, _, part = name.rpartition(".")
-        is_bias = part == "bias" and getattr(layers.get(layer), "weight", None) is not None
-        if is_bias and not _holds_zeros(name, source, model):
-            raise ModelError(
-                f"its files have {name}, and {type(model).__name__} has {layer} without a bias",
-                where=f"model.name_or_path: {source.name_or_path}",
-                fix="put the model's own config.json back (model_type, attention_bias, mlp_bias)",
-            )
+    layers = model.named_modules()
+    weighted = (name for name, each in layers if getattr(each, "weight", None) is not None)
+    biases = {f"{name}.bias" for name in weighted} & {*report["unexpected_keys"]}
+    if biases and (strange := biases - _zeros_of(biases, source, model)):
+        layer = min(strange).removesuffix(".bias")
+        raise ModelError(
+            f"its files have {layer}.bias, and {type(model).__name__} has {layer} without a bias",
+            where=f"model.name_or_path: {source.name_or_path}",
+            fix="put the model's own config.json back (model_type, attention_bias, mlp_bias)",
+        )
 
 
-def _holds_zeros(name: str, source: ModelOptions, model: Any) -> bool:
+def _zeros_of(names: Set[str], source: ModelOptions, model: Any) -> set[str]:
+    """Those of the names under which the model's files hold zeros; each file is opened once."""
     from trainkit.models.skeleton import directory_of
 
-    folder = directory_of(from_pretrained_arguments(source)[0], model)
-    for file in sorted(folder.glob("*.safetensors")):
+    found: set[str] = set()
+    for file in directory_of(from_pretrained_arguments(source)[0], model).glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
-            if name in stored.keys():  # noqa: SIM118
-                return not stored.get_tensor(name).any()
-    return False
+            held = names & {*stored.keys()}
+            found |= {name for name in held if not stored.get_tensor(name).any()}
+    return found
 
 
 def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | None:

@@ -240,9 +240,9 @@ def _plain(
     return checkpoint(run, x, use_reentrant=False) if again else run(x)
 
 
-def _is_turned(a: Tensor | None) -> bool:
+def _is_turned(a: Tensor) -> bool:
     """Whether the experts' number is fastest in a (E, R, N)."""
-    return a is not None and a.permute(2, 1, 0).is_contiguous()
+    return a.permute(2, 1, 0).is_contiguous()
 
 
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
